@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from .ir.operator_facts import declare_operator
     from .ir.schedule import CommOp, Schedule, StepSchedule
     from .option_groups import Debug, Init, Ranks, Sharding
-    from .plan.plan import Plan
-    from .plan.specs import BucketSpec, ParamSpec
+    from .plan.specs import BucketSpec, ParamSpec, Plan
     from .proof import VerificationError
     from .ranks.rounds import ScheduleDisagreement
     from .transform import FSDPTransform
@@ -103,7 +102,7 @@ _CORE = (
     "ir.operator_facts",
     "ir.schedule",
     "option_groups",
-    "plan.plan",
+    "plan.specs",
     "plan.specs",
     "proof",
     "ranks.rounds",

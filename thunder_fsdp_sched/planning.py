@@ -10,7 +10,7 @@ from .extras.planning.recorded import RecordedStep, read_recorded
 from .extras.planning.search import Candidate, Choice, MemoryLimitError
 from .extras.planning.simulate import simulate
 from .extras.planning.timeline import Timeline
-from .extras.step_memory.optimizer_bytes import optimizer_state_bytes, optimizer_step_bytes
+from .extras.step_memory.step_memory import optimizer_state_bytes, optimizer_step_bytes
 
 __all__ = [
     "CLUSTERS",

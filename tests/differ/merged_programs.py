@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
-from thunder_fsdp_sched.extras.ranks_differ.gradients_of_others import AccumulationOfAll
 from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step
+from thunder_fsdp_sched.extras.ranks_differ.start import AccumulationOfAll
 from thunder_fsdp_sched.extras.ranks_differ.symbols import ServingStart, key_of
 from thunder_fsdp_sched.ranks.messages import Action
 from thunder_fsdp_sched.testing import statements

@@ -12,7 +12,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as fs
 from thunder_fsdp_sched import VerificationError
-from thunder_fsdp_sched.extras.no_sync.ops import add_grads, add_reduced, reduce_unreduced
+from thunder_fsdp_sched.extras.no_sync import add_grads, add_reduced, reduce_unreduced
 from thunder_fsdp_sched.extras.ranks_differ.build import MachineInAnyOrder, build
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge

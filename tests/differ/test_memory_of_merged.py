@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, Sharding, fsdp, transform
-from thunder_fsdp_sched.extras.no_sync.ops import reduce_sums
+from thunder_fsdp_sched.extras.no_sync import reduce_sums
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import merge

@@ -120,7 +120,7 @@ ONLY_CALLS = """agree agreed agreed_or_merged audit_agreed release params_unchan
 def test_every_symbol_that_does_more_than_a_call_has_costs() -> None:
     for module in (
         "transforms.keep_fusions_apart",
-        "extras.no_sync.symbols",
+        "extras.no_sync",
         "extras.ranks_differ.insert_choice",
         "extras.secondary_shards",
     ):

@@ -11,7 +11,7 @@ from unittest import mock
 from thunder_fsdp_sched import Debug, VerificationError, fsdp
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
-from thunder_fsdp_sched.proof.stepwise import RETURN, stepwise
+from thunder_fsdp_sched.proof.audit import RETURN, stepwise
 
 import pytest
 import thunder

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
-from thunder_fsdp_sched.extras.no_sync import ops as no_sync_ops
+from thunder_fsdp_sched.extras import no_sync as no_sync_ops
 from thunder_fsdp_sched.runtime.bucket_aliases import alias_in_dtype
 from thunder_fsdp_sched.transports import find_transport
 from thunder_fsdp_sched.transports.base import issue_each

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, Sharding, discard_unreduced, fsdp, unsharded
-from thunder_fsdp_sched.extras.no_sync import ops as no_sync
+from thunder_fsdp_sched.extras import no_sync
 from thunder_fsdp_sched.extras.planning import choosing
 from thunder_fsdp_sched.planning import MemoryLimitError
 

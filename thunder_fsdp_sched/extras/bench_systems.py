@@ -28,7 +28,7 @@ from ..ir.effects import sends
 from ..option_groups import Init
 from ..plan.bucketing import named_blocks
 from .planning.models import Made, module_and_inputs
-from .step_memory.optimizer_bytes import optimizer_state_bytes, optimizer_step_bytes
+from .step_memory.step_memory import optimizer_state_bytes, optimizer_step_bytes
 
 
 @contextmanager

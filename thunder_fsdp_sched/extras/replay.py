@@ -136,7 +136,7 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     Raises:
         ValueError: the file was not written by :func:`save_schedules`, or is damaged; the message names the first fault.
     """
-    for extra in ("extras.no_sync.symbols", "extras.replicas"):  # whose symbols a schedule may have
+    for extra in ("extras.no_sync", "extras.replicas"):  # whose symbols a schedule may have
         load(extra)
     try:
         content = json.loads(Path(path).read_text())

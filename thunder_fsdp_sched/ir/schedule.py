@@ -30,7 +30,7 @@ third one would not improve overlap, because the reductions of one process group
 next bucket's slot may fill with gradients that are written in place; copied gradients would need as much memory of
 their own."""
 
-_REGISTERING = ("extras.replicas", "extras.no_sync.symbols", "extras.ranks_differ.symbols")
+_REGISTERING = ("extras.replicas", "extras.no_sync", "extras.ranks_differ.symbols")
 """The extras that add names."""
 
 THEN_HOOK = "; then all_reduce_hook "

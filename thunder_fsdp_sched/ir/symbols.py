@@ -29,7 +29,7 @@ within the group and issues the one across the replicas. The wait then takes ``f
 
 A wait for gradients with ``hook='average'`` then calls the user's ``all_reduce_hook`` of that name, which may communicate.
 So does ``fsdp_reduce_unreduced`` if it has something to reduce; that and the symbols of ``no_sync`` are in
-``extras.no_sync.symbols``.
+``extras.no_sync``.
 
 Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
 A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only

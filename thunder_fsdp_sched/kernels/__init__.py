@@ -9,6 +9,6 @@ backward. ``functions`` lists the functions that are kept whole. When Thunder tr
 The executor is registered as ``torch_kernels``. On a CPU it claims before Thunder's default executors, and before fusion
 executors, which would have to compile what torch has. On GPUs nobody has measured it beside nvFuser and Thunder's own
 attention yet, so there it runs only if ``thunder.jit(executors=[...])`` names it. An operator that is wrong for some
-strides of its inputs, or fails for them, is replaced in ``strided``. What operators share memory with, and whether they
+strides of its inputs, or fails for them, is replaced. What operators share memory with, and whether they
 are pure, is observed as for torch's functions.
 """

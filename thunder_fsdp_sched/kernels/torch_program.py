@@ -5,23 +5,64 @@ Torch itself is asked: the function runs forward and backward on fake tensors un
 operators that autograd calls. A function is kept whole if few operators are left, none of them changes something in
 place, and none draws random numbers.
 
-Fake tensors are contiguous, the real ones need not be. ``strided`` replaces operators that need it.
+Fake tensors are contiguous, the real ones need not be. :data:`FOR_ALL_STRIDES` replaces operators that need it.
 
 Alternative: ``make_fx`` records the same, but while it runs, it changes ``torch.nn.Module`` for all threads of the process.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..ir.observation import draws, fake_arguments, fake_mode, named_arguments
 from ..private_torch import schema_of
-from .strided import FOR_ALL_STRIDES
+
+_aten = torch.ops.aten
+
+
+def _copying(operator: Any, fits: Callable[[Tensor], bool]) -> Callable[..., Any]:
+    """Return a function that makes those tensor arguments contiguous that do not fit, and calls an operator."""
+
+    @functools.wraps(operator)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator(*(a.contiguous() if isinstance(a, Tensor) and not fits(a) else a for a in args), **kwargs)
+
+    return call
+
+
+def _has_adjacent_elements(tensor: Tensor) -> bool:
+    """Return whether the elements of each head lie next to each other."""
+    return tensor.stride(-1) == 1
+
+
+FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
+    _aten.view.default: torch.reshape,
+    _aten._unsafe_view.default: torch.reshape,
+    **{
+        operator: _copying(operator, Tensor.is_contiguous)
+        for operator in (
+            _aten.native_layer_norm_backward.default,
+            _aten.native_group_norm.default,
+            _aten.native_group_norm_backward.default,
+        )
+    },
+    **{
+        operator: _copying(operator, _has_adjacent_elements)
+        for operator in (
+            _aten._scaled_dot_product_flash_attention_for_cpu.default,
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        )
+    },
+}
+"""Functions by the operators that they replace."""
+
 
 aten = torch.ops.aten
 

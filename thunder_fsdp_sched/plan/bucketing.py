@@ -9,10 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from ..errors import coded_error
-from ..extensions import load
 from .layout import make_layout
-from .plan import Plan
-from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec
+from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec, Plan
 
 BucketRule = Callable[[str, torch.nn.Parameter], str]
 
@@ -165,8 +163,7 @@ def _rule(
         return lambda spec, *_: spec.name.rpartition(".")[0] or "root"
     if strategy == "block":
         return _by_block(module, leaves)
-    rule: Rule = load("plan.bucketing_by_option:rule_of")(strategy)
-    return rule
+    return _by_size(strategy) if isinstance(strategy, int) else _by_user(strategy)
 
 
 def _by_block(module: torch.nn.Module, leaves: Container[torch.nn.Module]) -> Rule:
@@ -262,3 +259,27 @@ def _has_repeated_composites(container: torch.nn.Module) -> bool:
         if next(child.children(), None) is not None and next(child.parameters(), None) is not None
     ]
     return len(composites) > len(set(composites))
+
+
+def _by_user(strategy: BucketRule) -> Rule:
+    def rule(spec: ParamSpec, param: torch.nn.Parameter, kind: Kind) -> str:
+        name = strategy(spec.name, param)
+        if not isinstance(name, str) or not name:
+            raise coded_error(TypeError, "option.invalid-bucket-name", got=name, parameter=spec.name)
+        return name
+
+    return rule
+
+
+def _by_size(limit: int) -> Rule:
+    # One bucket of each kind is open at a time; a parameter of another kind does not close it.
+    open_buckets: dict[Kind, tuple[str, int]] = {}
+
+    def rule(spec: ParamSpec, param: torch.nn.Parameter, kind: Kind) -> str:
+        name, size = open_buckets.get(kind, (spec.name, 0))
+        open_buckets[kind] = (name, size + spec.numel * spec.dtype.itemsize)
+        if open_buckets[kind][1] >= limit:
+            del open_buckets[kind]
+        return name
+
+    return rule

@@ -17,14 +17,16 @@ whether they have found one. Only a trace in which no rank communicates raises i
 their next round.
 
 The trace and the program that Thunder has made of it know nothing of the audit. Until a run has completed, calls of the
-program run a copy that stops (see ``stepwise``); then its own code is back, so later steps cost nothing. The audit reads
+program run a copy that stops; then its own code is back, so later steps cost nothing. The audit reads
 addresses and versions on the host and does not wait for a device.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,16 +37,69 @@ from thunder.core.trace import TraceCtx
 
 from ..errors import coded_error
 from ..ir.effects import SlotRegion, effects
-from ..ir.inspection import UNPACKING, args_of, defined_by, statement
+from ..ir.inspection import UNPACKING, args_of, defined_by, outs_of, statement
 from ..ir.operator_facts import Aliases, facts_of
 from ..ir.registry import executor
-from ..private_thunder import take_over
+from ..private_thunder import definition_of, take_over
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, span_in
 from ..runtime.pre_shard_storages import PreShardStorages
 from .machine import VerificationError
-from .stepwise import RETURN, stepwise
+
+RETURN = -1
+"""The position at which a program stops before it returns."""
+
+Steps = Generator[Any, None, Any]
+"""A run of a program. Before a statement at which it stops it yields the position, after it the values; then it returns."""
+
+
+def stepwise(program: Callable[..., Any], trace: TraceCtx, stops: Mapping[int, Sequence[str]]) -> Callable[..., Steps]:
+    """Return a program that stops before and after some statements, and before its return; decorators are left out.
+
+    Args:
+        program: what Thunder has made of the trace; it stays as it is.
+        stops: the names of the values to yield after the statement of a bound symbol, by its position.
+    """
+    function = definition_of(program)
+    places = _places(trace, function.body)
+    names = {places[position]: (position, values) for position, values in stops.items()}
+    names[len(function.body) - 1] = RETURN, ()
+    body: list[ast.stmt] = []
+    for place, step in enumerate(function.body):
+        if place in names:
+            position, values = names[place]
+            before, after = ast.parse(f"yield {position}\nyield ({''.join(f'{name}, ' for name in values)})").body
+            body += [before, step, after]
+        else:
+            body.append(step)
+    function.body, function.decorator_list = body, []
+    inner, defined = inspect.unwrap(program), dict[str, Any]()
+    code = compile(ast.Module([function], []), inner.__code__.co_filename, "exec")
+    exec(code, inner.__globals__, defined)
+    steps: Callable[..., Steps] = defined[function.name]
+    return steps
+
+
+def _places(trace: TraceCtx, body: Sequence[ast.stmt]) -> list[int]:
+    """Return the index of each bound symbol's statement, the last one if it prints several.
+
+    That of a bound symbol without results follows the statement of the one before it.
+    """
+    stored: dict[str, int] = {}
+    for place, step in enumerate(body):
+        for target in step.targets if isinstance(step, ast.Assign) else ():
+            for node in ast.walk(target):
+                if isinstance(node, ast.Name):
+                    stored.setdefault(node.id, place)
+    places, place = [], -1
+    for bsym in trace.bound_symbols:
+        if outs := outs_of(bsym):
+            place = max(stored.get(name, place) for name in outs)
+        elif bsym.sym.id not in UNPACKING and bsym.sym.id is not PrimIDs.COMMENT:
+            place += 1
+        places.append(place)
+    return places
 
 
 class _Start(Protocol):

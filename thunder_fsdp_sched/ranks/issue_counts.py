@@ -12,7 +12,7 @@ class IssueCounts:
 
     Attributes:
         log: the kind and the bucket's handle of each collective since the last round in which all ranks had issued the
-            same ones, for ``extras.training.catch_up``; ``None`` unless the ranks agree in steps.
+            same ones, for ``extras.training.gradients``; ``None`` unless the ranks agree in steps.
     """
 
     __slots__ = ("expected", "issued", "log", "settle")

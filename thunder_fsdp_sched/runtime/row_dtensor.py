@@ -52,16 +52,16 @@ class StateEntry:
         raise NotImplementedError
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        chunks: list[ChunkStorageMetadata] = load("extras.state_dicts.chunks:chunk_list")(self)
+        chunks: list[ChunkStorageMetadata] = load("extras.state_dicts.row_piece:chunk_list")(self)
         return chunks
 
     def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
-        items: list[WriteItem] = load("extras.state_dicts.chunks:write_items")(self, fqn)
+        items: list[WriteItem] = load("extras.state_dicts.row_piece:write_items")(self, fqn)
         return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the rows of a chunk, from which DCP reads, or into which it loads."""
-        rows: torch.Tensor = load("extras.state_dicts.chunks:shard_of")(self, index)
+        rows: torch.Tensor = load("extras.state_dicts.row_piece:shard_of")(self, index)
         return rows
 
 
@@ -182,17 +182,17 @@ class RowDTensor(StateEntry, _Base):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
         """Copy the rows. A copy of a parameter belongs to no bucket."""
-        copied: RowDTensor = load("extras.state_dicts.chunks:copy_rows")(self, memo)
+        copied: RowDTensor = load("extras.state_dicts.row_piece:copy_rows")(self, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return load("extras.state_dicts.chunks:reduce_rows")(self, protocol)
+        return load("extras.state_dicts.row_piece:reduce_rows")(self, protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowDTensor({self.rows}, {self.dtype}, {self.device}, {self._local_tensor})"
 
     def chunks(self) -> list[tuple[int, torch.Tensor]]:
-        chunks: list[tuple[int, torch.Tensor]] = load("extras.state_dicts.chunks:chunks_of")(self)
+        chunks: list[tuple[int, torch.Tensor]] = load("extras.state_dicts.row_piece:chunks_of")(self)
         return chunks
 
 

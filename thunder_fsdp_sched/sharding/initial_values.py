@@ -77,7 +77,7 @@ def source_of(model: ThunderModule, options: Options, control: Control) -> Value
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if options.init.broadcast_from is None and not any(tensor.is_meta for _, tensor in tensors):
         return ValueSource()
-    source: ValueSource = load("extras.initial_values.source:RemoteValues")(model, options, control)
+    source: ValueSource = load("extras.initial_values:RemoteValues")(model, options, control)
     return source
 
 

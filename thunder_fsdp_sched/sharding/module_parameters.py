@@ -281,14 +281,14 @@ class _Guard(UntracedHook):
 
     def put_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace plain rows in a state dict with entries that record which rows they hold."""
-        load("extras.state_dicts.module_entries:put_entries")(self._params, self._own, state_dict, prefix)
+        load("extras.state_dicts.entries:put_entries")(self._params, self._own, state_dict, prefix)
 
     def shard_loaded_entries(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
         """Replace loaded entries with this rank's rows, all of them before torch copies the first into its shard."""
         assigns = local_metadata.get("assign_to_params_buffers", False)
-        load("extras.state_dicts.module_entries:shard_loaded_entries")(
+        load("extras.state_dicts.entries:shard_loaded_entries")(
             self._params, self._below, state_dict, prefix, assigns=assigns
         )
 

@@ -24,8 +24,7 @@ from ..errors import coded_error
 from ..extensions import load
 from ..options import Options
 from ..plan.bucketing import make_plan
-from ..plan.plan import Plan
-from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
+from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Plan, StridedView
 from ..private_torch import hooks_of, memory_of, replace_data
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.open_control import open_control
@@ -149,7 +148,7 @@ class ShardingSteps:
         refuse_shards_and_grads(named)
         ignored: set[str] = set()
         if options.init.ignored_params:
-            ignored = load("extras.initial_values.ignored:ignored_names")(options.init.ignored_params, named)
+            ignored = load("extras.initial_values:ignored_names")(options.init.ignored_params, named)
         to_shard = {n: p for n, p in named.items() if n not in ignored}
         refuse_grad_dtypes(to_shard)
         specs = self._param_specs(to_shard)
@@ -295,7 +294,7 @@ class ShardingSteps:
         peer_memory = {}
         accumulation: type[Accumulation] = Accumulation
         if self.options.ranks_may_differ:
-            accumulation = load("extras.ranks_differ.gradients_of_others:AccumulationOfAll")
+            accumulation = load("extras.ranks_differ.start:AccumulationOfAll")
         read_by_peers = [spec for spec in self.plan if find_transport(spec.comm.transport).peers_read_shards]
         make_memory: Any = load("extras.symmetric_memory:PeerMemory") if read_by_peers else None
         for spec in read_by_peers:

@@ -1,11 +1,19 @@
-"""The shards of a module, and what Thunder and this package call before and after its calls."""
+"""The shards of a module, and what Thunder and this package call before and after its calls.
+
+[Note: Set attributes]
+Forward reads attributes of the original module, but users set them on the jitted one. Thunder would read a number or a
+string of the jitted module in the prologue, but of the original one in the trace, which also has all functions and buffers.
+So at the start of a call, what was set on the jitted module moves to the original one, whose attributes the jitted module
+shows as well. What the class of jitted modules has (``forward``, ``state_dict``) stays there, and so do private names that
+the original module does not have: libraries store things under them, and delete them again.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +28,7 @@ from ..capture.leaves import Leaves
 from ..errors import coded_error
 from ..extensions import load
 from ..logs import Progress
-from ..plan.plan import Plan
-from ..plan.specs import BucketSpec
+from ..plan.specs import BucketSpec, Plan
 from ..private_thunder import extend_calls, repeated, watch_compilations
 from ..private_torch import state_name, unwrap_fabric
 from ..ranks.control import Control
@@ -37,7 +44,6 @@ from .refusals import (
     refuse_nested,
     refuse_old_backward_hooks,
 )
-from .set_attributes import SetAttributes
 
 
 @dataclass(eq=False)
@@ -229,7 +235,7 @@ class ShardedModule:
     def take_attributes(self) -> None:
         """Let the module have what was set on the jitted one, and the jitted one the module's present buffers.
 
-        See [Note: Set attributes] in ``set_attributes``.
+        See [Note: Set attributes] above.
         """
         self._attributes.move()
         self.module_params.objects.replaced()
@@ -256,7 +262,7 @@ class ShardedModule:
         if not self.began_on_meta or self.world_group.is_fake:  # a plan needs no values
             return
         with self.control.all_or_none("whether all parameters have values"):
-            load("extras.initial_values.blank:refuse_blank")(self._jitted, self.began_on_meta)
+            load("extras.initial_values:refuse_blank")(self._jitted, self.began_on_meta)
         self.began_on_meta.clear()
 
 
@@ -301,3 +307,44 @@ def find_jitted(model: object) -> tuple[ThunderModule, ShardedModule]:
     """
     sharded = find_sharding(model).sharded
     return unwrap_fabric(model), sharded
+
+
+class SetAttributes:
+    """The attributes of the jitted modules of one module: adding a transform makes another one."""
+
+    def __init__(self) -> None:
+        self._own: weakref.WeakKeyDictionary[ThunderModule, set[str]] = weakref.WeakKeyDictionary()
+
+    def add(self, model: ThunderModule) -> None:
+        """Take the attributes that ``model`` has now for its own, which stay there."""
+        self._own[model] = vars(model).keys() | set()
+
+    def move(self) -> None:
+        """Let forward read what was set since the latest call; cheap enough for every call.
+
+        Raises:
+            RuntimeError: names a parameter, buffer or submodule, for which the module would have to be sharded again.
+        """
+        for model, own in self._own.items():
+            _move(model, own)
+
+
+def _move(model: ThunderModule, own: set[str]) -> None:
+    module = model._model
+    for kind, name in _registered(model) if len(model._modules) > 1 or model._parameters or model._buffers else ():
+        raise coded_error(RuntimeError, "module.registered-on-jitted-module", role=kind, name=name)
+    for name in () if vars(model).keys() <= own else vars(model).keys() - own:
+        if hasattr(type(model), name) or (name.startswith("_") and not hasattr(module, name)):
+            continue
+        value = vars(model)[name]
+        if name == "training" and value != module.training:
+            raise coded_error(RuntimeError, "module.training-flags-differ", jitted=value, original=module.training)
+        setattr(module, name, value)
+        delattr(model, name)
+
+
+def _registered(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what was registered in the jitted module itself, which has only the original one."""
+    yield from (("submodule", name) for name in model._modules if name != "_model")
+    yield from (("parameter", name) for name in model._parameters)
+    yield from (("buffer", name) for name in model._buffers)

@@ -75,7 +75,7 @@ def bucket_communication(
         if (single := declared(bsym).single) is not None:
             (reduces if single.reduces else unshards)[single.bucket][single.param] = bsym
 
-    add: Any = load("extras.no_sync.symbols:accumulate") if no_sync and reduces else None
+    add: Any = load("extras.no_sync:accumulate") if no_sync and reduces else None
     has_replicas = any(bucket.ranks.replicas is not None for bucket in reduces)
     across = load("extras.replicas:reduce_across") if has_replicas and not no_sync else None
     new = with_bound_symbols(trace, (), "fsdp: bucket communication")
@@ -106,7 +106,7 @@ def bucket_communication(
             last = _return_none_for(last, unsynced)
         if reduces and not no_sync:
             frozen = [bucket for bucket in buckets if bucket not in reduces]  # but maybe trained under no_sync
-            reduce_left: Any = load("extras.no_sync.symbols:reduce_left") if frozen else None
+            reduce_left: Any = load("extras.no_sync:reduce_left") if frozen else None
             new.bound_symbols += [reduce_left(bucket, **_hook(bucket)) for bucket in frozen]
         new.bound_symbols.append(last)
     return new

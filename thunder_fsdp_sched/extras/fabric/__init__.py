@@ -1,6 +1,5 @@
 """A strategy for Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(...))``. It needs the extra ``fabric``."""
 
-from .precision import ShardedMixedPrecision
-from .strategy import FSDPSchedStrategy
+from .strategy import FSDPSchedStrategy, ShardedMixedPrecision
 
 __all__ = ["FSDPSchedStrategy", "ShardedMixedPrecision"]

@@ -16,7 +16,7 @@ from ...ranks.issue_counts import after_surplus
 from ...runtime.ops import backward_done
 from ...sharding.sharded_module import find_sharding
 from ...transform import Compilation, FSDPTransform
-from ..no_sync.ops import reduce_unreduced
+from ..no_sync import reduce_unreduced
 from .follow_order import empty_trace
 from .programs import Program
 from .start import DifferingStart, Maker

@@ -17,15 +17,15 @@ from ...proof.audit import Auditor
 from ...ranks.compare_programs import Computation
 from ...ranks.control import AgreedProgram, hash64
 from ...ranks.rounds import TOKEN, RoundAction
+from ...runtime.accumulation import Accumulation
 from ...runtime.autograd import requested
 from ...runtime.bucket import Bucket
 from ...runtime.ops import gather_again
 from ...runtime.trace_start import GATHER_BITS, KEPT_BITS, SHARED, TraceStart
 from ...runtime.unused_outputs import agree_on_unused
 from ...sharding.sharded_module import ShardedModule, ShardingTransform
-from ..no_sync.ops import reduce_sums
+from ..no_sync import reduce_sums
 from .build import build
-from .gradients_of_others import AccumulationOfAll
 from .merging import BucketKey
 from .programs import (
     Left,
@@ -38,6 +38,18 @@ from .programs import (
     program_of,
 )
 from .symbols import bucket_with_key, key_of
+
+
+class AccumulationOfAll(Accumulation):
+    """The sums of a bucket's gradients on a rank that may differ from others."""
+
+    expected: frozenset[int] = frozenset()
+    """The parameters of which some rank's running backward has a gradient, or some rank's window; empty if all ranks run the
+    same program. The round at the start of each backward sets it."""
+
+    def from_others(self) -> frozenset[int]:
+        return self.expected
+
 
 _READY, _AUDITED = 1, 2
 """The bits of a rank that has the merged trace for the latest registry, and of one that does not audit it. No kept bucket

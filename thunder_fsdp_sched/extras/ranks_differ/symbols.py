@@ -47,7 +47,7 @@ from ...runtime import ops
 from ...runtime.bucket import Bucket
 from ...runtime.bucket_aliases import alias_in_dtype, alias_of_params
 from ...runtime.memory import InFlight, Slot
-from ..no_sync.ops import accumulate_reduced
+from ..no_sync import accumulate_reduced
 from ..replicas import all_reduce, all_reduce_effects
 from .merging import GATHER, REDUCE, BucketKey
 

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
-from ...plan.plan import Plan
-from ...plan.specs import BucketSpec
+from ...plan.specs import BucketSpec, Plan
 from ...sizes import human_bytes
 
 

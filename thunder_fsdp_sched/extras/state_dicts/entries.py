@@ -8,6 +8,9 @@ instance by ``torch.save`` and ``torch.load``, an entry with uneven rows is a :c
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch.distributed.tensor import Shard
 
@@ -15,6 +18,7 @@ from ...errors import coded_error
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import DTENSORS, RowDTensor
 from ...runtime.rows import Rows
+from ...sharding.module_parameters import Entry, ModuleParameters
 from .row_piece import RowPiece
 
 
@@ -97,3 +101,46 @@ def as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
         return RowDTensor.wrap(rows_from(rows, value), rows)
     except ValueError as error:
         raise coded_error(ValueError, "optimizer.state-does-not-fit-rows", state=what, error=error) from None
+
+
+def put_entries(params: ModuleParameters, own: Mapping[str, Entry], state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace plain rows of a module's own parameters in a state dict with entries that record which rows they hold."""
+    for leaf, entry in own.items():
+        if not params.is_whole(entry):
+            bucket, index = entry.bucket, entry.index
+            if entry.param is not entry.shard:
+                params.check()
+            if not params.is_gathering:
+                refuse_unshared(bucket)
+            state_dict[prefix + leaf] = RowDTensor.entry(bucket.shard_views[index], bucket.rows[index])
+
+
+def shard_loaded_entries(
+    params: ModuleParameters,
+    below: Sequence[tuple[str, Entry]],
+    state_dict: dict[str, Any],
+    prefix: str,
+    *,
+    assigns: bool,
+) -> None:
+    """Replace loaded entries with this rank's rows, all of them before torch copies the first into its shard.
+
+    Args:
+        below: the names and entries of the parameters of a module and of those in it.
+        assigns: whether ``load_state_dict(assign=True)`` was called.
+    """
+    if assigns and not params.has_whole:
+        for name in state_dict:
+            if name.startswith(prefix):
+                raise coded_error(ValueError, "state-dict.assign-to-sharded-parameter", name=name)
+    errors = []
+    for name, entry in below:
+        value = state_dict.get(prefix + name)
+        try:
+            if isinstance(value, torch.Tensor) and not params.is_whole(entry):
+                rows = entry.bucket.rows[entry.index]
+                state_dict[prefix + name] = RowDTensor.wrap(rows_from(rows, value), rows)
+        except ValueError as error:
+            errors.append(f"size mismatch for {prefix + name}: {error}")
+    if errors:
+        raise RuntimeError("Error(s) in loading state_dict:\n\t" + "\n\t".join(errors))

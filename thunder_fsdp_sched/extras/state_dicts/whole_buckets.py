@@ -21,7 +21,6 @@ import torch
 
 from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
-from ...runtime.borrowed_memory import borrow_memory
 from ...runtime.bucket import Bucket
 from ...runtime.bucket_aliases import temporary_alias_in_dtype
 from ...runtime.memory import Arena, InFlight, Slot, slot_bytes
@@ -120,3 +119,31 @@ def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: conte
 
 def _order(group: ProcessGroupRef) -> tuple[tuple[int, ...], str]:
     return tuple(group.global_ranks), group.name
+
+
+@contextlib.contextmanager
+def borrow_memory(arena: Arena, nbytes: int) -> Iterator[Arena]:
+    """Yield another arena of ``nbytes`` that has the memory of ``arena``, for use between two traces.
+
+    If it is too small, it is freed, and the other arena allocates its own. A trace that runs in the meantime
+    allocates new memory, and nothing that forward left is resident any more.
+    """
+    arena.follow_stream()
+    arena.finish_all()
+    memory = arena._memory
+    arena.release()
+    other = Arena(arena.device, arena)
+    other.nbytes = nbytes
+    if memory is not None and memory.numel() >= nbytes:
+        other._memory = memory
+    del memory
+    try:
+        yield other
+    finally:
+        for flight in other.in_flight:  # of a caller that stopped early: nobody will read it
+            with contextlib.suppress(RuntimeError):
+                other.finish(flight)
+        memory = other._memory
+        other.release()
+        if memory is not None and memory.numel() == arena.nbytes and arena._memory is None and not other.in_flight:
+            arena._memory = memory

@@ -1,33 +1,81 @@
-"""The values that a module gets from another rank, or from ``param_init_fn``.
+"""Initial values that this rank does not have: those of another rank, or of a function (``fsdp(init=Init(...))``).
 
 [Note: One rank has the values]
 With ``broadcast_from``, all other ranks may have made the module on the meta device, so that a host holds its values
 once. The rank that broadcasts tells the others on which device it has each tensor. Tensors that it has on the meta
 device are initialized by ``param_init_fn`` on all ranks; the others are broadcast. A rank receives the parameters one
 after the other in the same memory, and keeps its rows. Buffers and ``ignored_params`` it receives whole.
+
+[Note: Uninitialized values]
+Memory for tensors from the meta device is filled with ``nan``, or with an extreme integer. A tensor that has only such
+values at the first call was not initialized: not by ``param_init_fn``, a checkpoint or the user. A version counter
+would not show it, because initialization often writes through ``.data``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ...errors import coded_error
-from ...options import Options
-from ...private_torch import replace_data
-from ...ranks.broadcast import broadcast
-from ...ranks.control import Control
-from ...ranks.process_groups import BucketRanks
-from ...sharding.initial_values import ShardedParam, ValueSource, resolve_device
-from ...sharding.module_parameters import tensors_in_containers
-from ...sharding.shard_module import ShardingSteps
-from .blank import make_blank
+from ..errors import coded_error
+from ..options import Options
+from ..private_torch import replace_data, state_name
+from ..ranks.broadcast import broadcast
+from ..ranks.control import Control
+from ..ranks.process_groups import BucketRanks
+from ..sharding.initial_values import ShardedParam, ValueSource, resolve_device
+from ..sharding.module_parameters import tensors_in_containers
+from ..sharding.shard_module import ShardingSteps
+
+
+def make_blank(tensor: torch.Tensor) -> None:
+    """Fill ``tensor`` with the value that :func:`is_blank` recognizes."""
+    with torch.no_grad():
+        tensor.fill_(_blank_of(tensor.dtype))
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is unchanged since :func:`make_blank`; false if it has no elements."""
+    if not tensor.numel() or tensor.dtype is torch.bool:
+        return False
+    tensor = tensor.detach()
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all())
+    return bool((tensor == _blank_of(tensor.dtype)).all())
+
+
+def _blank_of(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype is torch.bool:
+        return 0
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
+def refuse_blank(model: ThunderModule, began_on_meta: Collection[str]) -> None:
+    """Raise an error if parameters or buffers have not been initialized.
+
+    Args:
+        began_on_meta: the names of those that have had no values.
+
+    Raises:
+        RuntimeError: names them.
+    """
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    blank = [n for n, t in tensors.items() if t.is_meta or (n in began_on_meta and is_blank(t))]
+    if blank:
+        raise coded_error(
+            RuntimeError,
+            "parameter.no-values-yet",
+            names=", ".join(blank[:3]),
+            more=f" and {len(blank) - 3} more" if len(blank) > 3 else "",
+        )
 
 
 class RemoteValues(ValueSource):
@@ -150,3 +198,20 @@ class RemoteValues(ValueSource):
         if self.rank is not None:
             with control.doing("broadcast_from"):
                 broadcast(tensor.detach(), self.rank, ranks, via=via)
+
+
+def ignored_names(ignored: Iterable[str | nn.Parameter], named: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return all names of the ignored parameters.
+
+    Raises:
+        ValueError: one of them is not a parameter of the module.
+    """
+    found: set[str] = set()
+    for wanted in ignored:
+        is_name = isinstance(wanted, str)
+        matches = [p for n, p in named.items() if (wanted in (n, state_name(n)) if is_name else p is wanted)]
+        if not matches:
+            what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
+            raise coded_error(ValueError, "option.ignored-not-a-parameter", parameter=what)
+        found |= {n for n, p in named.items() if any(p is match for match in matches)}
+    return found

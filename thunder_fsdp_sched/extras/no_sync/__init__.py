@@ -1,1 +1,0 @@
-"""Accumulation of gradients under ``no_sync``."""
