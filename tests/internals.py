@@ -11,6 +11,7 @@ from typing import Any
 from thunder_fsdp_sched import passes, pipeline, private_torch
 from thunder_fsdp_sched.capture.module_calls import trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
+from thunder_fsdp_sched.ir.computation import actions_of
 from thunder_fsdp_sched.ir.effects import effects, is_declared
 from thunder_fsdp_sched.ir.inspection import (
     AGREEMENT,
@@ -18,7 +19,6 @@ from thunder_fsdp_sched.ir.inspection import (
     outs_of,
 )
 from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.ir.read_program import actions_of
 from thunder_fsdp_sched.ir.read_schedule import schedule_of
 from thunder_fsdp_sched.ir.registry import caching
 from thunder_fsdp_sched.ir.statements import read_statements

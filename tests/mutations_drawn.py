@@ -49,12 +49,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
 _INPUTS = ("tests/capture/test_input_reads.py",)
 _SHARP: dict[str, tuple[str, ...]] = {
     "traced_inputs.py": _INPUTS,
-    "changed_inputs.py": _INPUTS,
     "row_elements.py": ("tests/runtime/test_row_dtensor.py",),
     "rows.py": ("tests/runtime/test_row_dtensor.py",),
     "row_shard.py": ("tests/runtime/test_row_dtensor.py",),
     "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "watch_outputs.py": ("tests/training/test_unused_outputs.py",),
     "watched_outputs.py": ("tests/training/test_unused_outputs.py",),
     "autograd.py": ("tests/training/test_gradient_hooks.py", "tests/training/test_unused_outputs.py"),
     "accumulation.py": ("tests/training/test_windows.py",),

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import private_groups
+from thunder_fsdp_sched import private_distributed
 from thunder_fsdp_sched.ranks import all_gather, control
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.messages import Action
@@ -195,7 +195,7 @@ class World:
             yield module, "time", clock
         yield new_groups, "new_group", lambda ranks, parent, description, **options: self.group(description)
         yield channel, "host_backend", lambda group: Backend(self, group.number)
-        yield private_groups, "timeout_of", lambda group: self.timeout
+        yield private_distributed, "timeout_of", lambda group: self.timeout
         yield new_groups, "let_belong", lambda group, parent: None
         yield open_control, "_channels", self._channels
         yield open_control, "_numbers", self._numbers

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from .extras.training.eager import eager
     from .extras.training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
     from .extras.training.overlap_step import overlap_step
-    from .extras.training.unsharded import unsharded
-    from .extras.training.weight_stream import stream_full_parameters
+    from .extras.training.unsharded import stream_full_parameters, unsharded
     from .extras.training.whole_parameters import WholeParameters
     from .ir.operator_facts import declare_operator
     from .ir.schedule import CommOp, Schedule, StepSchedule
@@ -113,7 +112,7 @@ _LOADED_WHEN_USED = (
     "extras.training.gradients",
     "extras.training.overlap_step",
     "extras.training.unsharded",
-    "extras.training.weight_stream",
+    "extras.training.unsharded",
     "extras.training.whole_parameters",
     "extras.checkpoint",
     "extras.low_precision.policy",

@@ -18,7 +18,7 @@ compares this table with the code:
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
 | `ranks.process_groups` | `_register_exit_hook` | the first group registers the hook again | |
 | `ranks.open_control` | `_channels` | kept, and replaced: their groups are unusable | |
-| `ranks.known_failures` | `_work`: a counter | kept: it marks exceptions, which are not shared | |
+| `ranks.rounds` | `_work`: a counter | kept: it marks exceptions, which are not shared | |
 | `ranks.open_control` | `_numbers` of modules | begin at 0, as on a rank that was not forked | |
 | `ranks.control` | `_controls` | kept: of groups that are unusable | |
 | `runtime.moments` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
@@ -30,7 +30,7 @@ compares this table with the code:
 | `ir.observation` | `_cache`: facts on operators | kept | |
 | `ir.operator_facts` | `_declared` operators | kept | |
 | `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |
-| `kernels.symbols` | `_cache`: what torch runs for functions | kept | |
+| `kernels.calls` | `_cache`: what torch runs for functions | kept | |
 | `extras.checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
 | `extras.ranks_differ.programs` | `_differences`, `_stepped`: models, optimizers | kept | |
 | `logs` | `_followers` | kept: open `with` blocks | |

@@ -474,8 +474,10 @@ class Compilation:
         if self.options.ranks_may_differ:
             self.context.start = load("extras.ranks_differ.start:start_of")(self.transform, self.context, trace, half)
             return
-        from .ir.computation import computation_of  # here, because one rank compares nothing
-        from .ir.read_program import actions_of
+        from .ir.computation import (
+            actions_of,
+            computation_of,  # here, because one rank compares nothing
+        )
         from .ranks.compare_programs import check_program
 
         computation = computation_of(statements, trace.args, traces.call.inputs)

@@ -10,7 +10,7 @@ from thunder_fsdp_sched import BucketSpec
 from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.extras.planning.cost import Seconds, ring_seconds
 from thunder_fsdp_sched.extras.step_memory.rows import StepRows
-from thunder_fsdp_sched.kernels.symbols import call_operator
+from thunder_fsdp_sched.kernels.calls import call_operator
 from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol, cluster
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic

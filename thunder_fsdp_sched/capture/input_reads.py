@@ -236,8 +236,8 @@ class InputReads:
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""
         if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
-            if (leaf := load("extras.leaf_modules.functions:function_to_call")(function, args)) is not None:
-                return functools.partial(load("extras.leaf_modules.functions:call_function"), self.leaves, *leaf)
+            if (leaf := load("extras.leaf_modules.choose:function_to_call")(function, args)) is not None:
+                return functools.partial(load("extras.leaf_modules.choose:call_function"), self.leaves, *leaf)
         if (
             function is getattr
             and self.leaves

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -82,30 +80,3 @@ def is_hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def evaluate(path: Path, known: dict[Path, Any]) -> Any:
-    """Return the value at ``path`` now.
-
-    Args:
-        known: the values of paths; it has those of the roots, and gets all that are read on the way.
-
-    Raises:
-        Exception: there is no such value.
-    """
-    if path in known:
-        return known[path]
-    if len(path) == 1:
-        if not isinstance(path[0], IdentityKey):
-            raise LookupError(path)
-        return path[0].value
-    kind, key = path[-1]
-    source = evaluate(path[:-1], known)
-    known[path] = value = _STEPS[kind](source, key)
-    return value
-
-
-_STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    ATTRIBUTE: getattr,
-    ITEM: operator.getitem,
-}

@@ -157,7 +157,7 @@ def call_or_run_as_it_is(
         function: one that :func:`is_of_torch`.
         traced: what calls Thunder's function with wrapped arguments, or the signal that it has raised an error.
     """
-    run_as_it_is, runtime = "extras.leaf_modules.functions:run_as_it_is", get_interpreterruntimectx()
+    run_as_it_is, runtime = "extras.leaf_modules.choose:run_as_it_is", get_interpreterruntimectx()
     trace, refused = get_jit_ctx().computation_trace, count_refused()
     former, number = [(scope, len(scope)) for scope in trace.scopes if scope is not None], len(trace.scopes)
 

@@ -8,13 +8,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from thunder.core.interpreter import unwrap, wrap_const
 from thunder.core.proxies import TensorProxy
 
 from ..errors import coded_error
 from ..ir.inspection import python_type_of
 from ..private_interpreter import call_interpreted
-from . import random_functions
 
 
 def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -23,18 +23,19 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, as_tensor)
     if function is torch.eye:
         return partial(call_interpreted, eye, wrap_const(torch.get_default_dtype()))
-    if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
+    if function is F.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, grouped_attention)
-    if function is torch.nn.functional.nll_loss and "ignore_index" not in kwargs:
+    if function is F.nll_loss and "ignore_index" not in kwargs:
         return partial(call_interpreted, nll_loss)
     if name.startswith("binary_cross_entropy") and any(
         isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())
     ):
         return partial(call_interpreted, binary_cross_entropy, wrap_const(function))
-    if function is torch.nn.functional.multi_head_attention_forward:
+    if function is F.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)
-    if (draws := random_functions.look_aside(function, args, kwargs)) is not None:
-        return draws
+    if (draws := _RANDOM.get(id(function))) is not None:
+        is_in_place = bool(unwrap(kwargs.get("inplace", args[3] if len(args) > 3 else False)))
+        return partial(call_interpreted, draws) if function is not F.dropout or is_in_place else None
     if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
         data = unwrap(kwargs.get("data", args[0] if args else None))
         kind = python_type_of(data)
@@ -63,7 +64,7 @@ def grouped_attention(
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def nll_loss(
@@ -77,7 +78,7 @@ def nll_loss(
 ) -> torch.Tensor:
     # Thunder has other parameters, and None for ignore_index, at which its gradient fails.
     reduction = _reduction(size_average, reduce, reduction)
-    return torch.nn.functional.nll_loss(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
+    return F.nll_loss(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
 
 
 def binary_cross_entropy(
@@ -94,7 +95,7 @@ def binary_cross_entropy(
     if pos_weight is None:
         loss = function(input, target, reduction="none")
     else:
-        loss = (1 - target) * input - (1 + (pos_weight - 1) * target) * torch.nn.functional.logsigmoid(input)
+        loss = (1 - target) * input - (1 + (pos_weight - 1) * target) * F.logsigmoid(input)
     if weight is not None:
         loss = loss * weight
     reduction = _reduction(size_average, reduce, reduction)
@@ -107,7 +108,7 @@ def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -
     return "none" if reduce is False else "sum" if size_average is False else "mean"
 
 
-_attention = torch.nn.functional.multi_head_attention_forward
+_attention = F.multi_head_attention_forward
 attention_of_heads = FunctionType(_attention.__code__, _attention.__globals__, None, _attention.__defaults__)
 """The function of torch, which Thunder would run as one operator, and differentiate only if it returns weights."""
 
@@ -151,3 +152,81 @@ def eye(
 
 def reshape(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *, shape: Any) -> torch.Tensor:
     return function(tensor, shape)
+
+
+#
+# Random functions, each of which Thunder runs as one operator, and again, with another sample, for the gradient
+#
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return input.copy_(F.dropout(input, p, training)) if training else input
+
+
+def _dropout1d(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if input.dim() not in (2, 3):
+        raise RuntimeError(f"dropout1d: expected 2D or 3D input, but received a {input.dim()}D input")
+    return _drop(input, p, training, inplace, leading=input.dim() - 1)
+
+
+def _dropout2d(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return _drop(input, p, training, inplace, leading=2)  # torch takes three dimensions for (N, C, L)
+
+
+def _dropout3d(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return _drop(input, p, training, inplace, leading=2 if input.dim() == 5 else 1)
+
+
+def _alpha_dropout(input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
+    return _drop(input, p, training, inplace, leading=input.dim(), alpha=_ALPHA)
+
+
+def _feature_alpha_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> torch.Tensor:
+    return _drop(input, p, training, inplace, leading=2, alpha=_ALPHA)
+
+
+def _drop(
+    input: torch.Tensor, p: float, training: bool, inplace: bool, *, leading: int, alpha: float | None = None
+) -> torch.Tensor:
+    """Drop what shares its first ``leading`` indices together; with ``alpha``, mean and variance of SELUs stay."""
+    if p < 0.0 or p > 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if input.dim() < min(leading, 2):
+        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+    if not training or p == 0.0:
+        return input
+    ones = torch.ones([*input.shape[:leading], *[1] * (input.dim() - leading)], dtype=input.dtype, device=input.device)
+    kept = F.dropout(ones, p)
+    if alpha is None or p == 1.0:
+        output = input * kept
+    else:
+        kept = (kept > 0).to(input.dtype)
+        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
+        output = input * (kept * scale) + ((kept - 1) * (alpha * scale) + alpha * scale * p)
+    return input.copy_(output) if inplace else output
+
+
+def _gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    gumbels = -torch.ones_like(logits).exponential_().log()
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    return torch.zeros_like(logits).scatter(dim, soft.max(dim, keepdim=True)[1], 1.0) - soft.detach() + soft
+
+
+_ALPHA = 1.7580993408473766
+"""The negative of what SELU tends to, as in torch: its scale times its alpha."""
+
+_RANDOM: dict[int, Callable[..., torch.Tensor]] = {
+    id(F.dropout): _dropout,
+    id(F.dropout1d): _dropout1d,
+    id(F.dropout2d): _dropout2d,
+    id(F.dropout3d): _dropout3d,
+    id(F.alpha_dropout): _alpha_dropout,
+    id(F.feature_alpha_dropout): _feature_alpha_dropout,
+    id(F.gumbel_softmax): _gumbel_softmax,
+}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from ..errors import coded_error
-from ..private_groups import leave
+from ..private_distributed import leave
 from ..sizes import human_bytes
 from .bench_systems import SYSTEMS, Setup, bytes_of, loss_of
 from .reports.exposed import exposed_communication

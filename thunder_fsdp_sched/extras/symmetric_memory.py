@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import coded_error
 from ..plan.layout import Layout, round_up
 from ..plan.specs import BucketSpec
-from ..private_groups import timeout_of
+from ..private_distributed import timeout_of
 from ..ranks.new_groups import ARRIVAL_TIMEOUT
 from ..ranks.process_groups import BucketRanks, ProcessGroupRef
 from ..ranks.store_texts import exchange_texts

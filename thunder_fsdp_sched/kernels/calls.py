@@ -3,20 +3,107 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from thunder.core import dtypes
+from thunder.core.devices import to_device
+from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
+from torch.utils._pytree import tree_map
 
-from ..ir.observation import describe
+from ..ir.observation import describe, fake_arguments, fake_mode, identity_of, named_arguments
 from ..private_thunder import shape_of, torch_function_of
-from .symbols import cached, call_operator, device_of
+from ..private_torch import schema_of
+from .executor import attention_backends, executor
 from .torch_program import TorchProgram, torch_program
+
+_MAX_CACHED = 1_000
+"""How many calls are cached; a model has a few dozen."""
+
+_cache: dict[Any, Any] = {}
+
+
+def cached(make: Callable[..., Any], function: Any, arguments: Sequence[Any], spec: Any, *others: Any) -> Any:
+    """Return ``make(function, arguments, spec, *others)``, made once for equal calls.
+
+    Args:
+        arguments: as ``observation.describe`` returns them.
+    """
+    key = make, function, identity_of(arguments), spec, others, attention_backends()
+    if key not in _cache:
+        if len(_cache) >= _MAX_CACHED:
+            _cache.clear()
+        _cache[key] = make(function, arguments, spec, *others)
+    return _cache[key]
+
+
+def device_of(tensors: Iterable[TensorProxy]) -> str:
+    """Return the type of the device on which torch is asked what it runs; a CPU stands for the meta device."""
+    found = {tensor.device.type for tensor in tensors} - {"meta"}
+    return found.pop() if len(found) == 1 else "cpu"
+
+
+def call_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a call of a base operator in the current trace, and return its results."""
+    return _symbol_of(operator)(*args, **kwargs)
+
+
+@cache
+def _symbol_of(operator: Any) -> Symbol:
+    def meta(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        arguments = describe(leaves, {})
+        assert arguments is not None, operator
+        tensors = [leaf for leaf in leaves if isinstance(leaf, TensorProxy)]
+        found = cached(_results_of, operator, arguments, spec, device_of(tensors))
+
+        def proxy(result: _Result | None) -> TensorProxy | None:
+            if result is None:
+                return None
+            if not tensors:  # a constant, such as the minus infinity of a mask
+                device = to_device(kwargs["device"])
+                return TensorProxy(shape=result.shape, dtype=result.dtype, device=device, requires_grad=False)
+            return TensorProxy(like=tensors[0], shape=result.shape, dtype=result.dtype)
+
+        return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
+
+    base = getattr(operator, "__wrapped__", operator)
+    if base is not torch.reshape:  # ranks compare numbers by what their arguments are called
+        meta.__signature__ = _signature_of(base)  # type: ignore[attr-defined]
+    # With a prefix, because Thunder has operators of its own with some of these names.
+    name = operator.__name__.partition(".")[0].strip("_")
+    return executor.register_operator(f"torch_{name}", meta=meta, fn=operator)
+
+
+def _signature_of(operator: Any) -> inspect.Signature:
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    defaults = named_arguments(operator, (), {})
+    return inspect.Signature(
+        [
+            inspect.Parameter(a.name, kinds[a.kwarg_only], default=defaults.get(a.name, inspect.Parameter.empty))
+            for a in schema_of(operator).arguments
+        ]
+    )
+
+
+class _Result(NamedTuple):
+    """A tensor that an operator returns; ``None`` stands for one that an output mask leaves out."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _results_of(operator: Any, arguments: Sequence[Any], spec: Any, device: str) -> Any:
+    with fake_mode(device):
+        args, kwargs = fake_arguments(arguments, spec)
+        found = operator(*args, **kwargs)
+    return tree_map(lambda t: _Result(tuple(t.shape), to_dtype(t.dtype)) if isinstance(t, torch.Tensor) else t, found)
 
 
 class KernelCall(NamedTuple):

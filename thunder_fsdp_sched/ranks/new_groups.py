@@ -19,8 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import coded_error
-from ..private_distributed import process_groups
-from ..private_groups import copy_of_options, is_group_name_taken, splits_default_group, timeout_of
+from ..private_distributed import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .process_groups import ProcessGroupRef, default_group
 from .store_texts import exchange_texts
 

@@ -55,7 +55,7 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel:
     Raises:
         ScheduleDisagreement: a rank does not come in time. A rank that comes too late waits in vain for as long.
     """
-    from ..private_groups import timeout_of  # here, because one rank agrees with nobody
+    from ..private_distributed import timeout_of
     from .channel import Channel
     from .new_groups import ARRIVAL_TIMEOUT, let_belong, new_group
     from .store_texts import exchange_texts

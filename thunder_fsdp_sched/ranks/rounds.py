@@ -1,11 +1,38 @@
-"""Tokens and actions of rounds, and the error that ranks raise if these differ: see [Note: Rounds] in ``channel``."""
+"""Tokens and actions of rounds, and the error that ranks raise if these differ: see [Note: Rounds] in ``channel``.
+
+[Note: Known failures]
+Failures of this rank that all ranks know of are marked, so that whatever they pass through need not announce them again.
+A mark counts only for the work in which it was made: a program may keep an exception and raise it again in a later step.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 
-from .known_failures import known_to_all
+_work = 0  # how often this process has begun work whose failure it would announce
+
+
+def begin_work() -> None:
+    """Note that work begins whose failure the other ranks do not know of, whichever exception it raises."""
+    global _work
+    _work += 1
+
+
+def known_to_all(error: Exception) -> Exception:
+    """Mark an error as one that all ranks have raised in the present work, or an error that names it."""
+    error._is_known_in_work = _work  # type: ignore[attr-defined]
+    return error
+
+
+def is_known_to_all(error: BaseException | None) -> bool:
+    """Return whether all ranks have raised this error in the present work, or that which has caused it."""
+    while error is not None:
+        if getattr(error, "_is_known_in_work", None) == _work:
+            return True
+        error = error.__cause__
+    return False
+
 
 TOKEN = struct.Struct("<5q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one

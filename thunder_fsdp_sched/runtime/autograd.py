@@ -109,7 +109,7 @@ def guard_backward(
             compiled.metadata[ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
-                from .watch_outputs import watch_outputs  # here, because most traces reach all outputs
+                from .watched_outputs import watch_outputs
 
                 watch_outputs(first, compiled, reached, by_leaves)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..extensions import load
+from ..errors import coded_error
 
 Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
@@ -129,7 +129,7 @@ class TracedInputs:
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise an error unless the inputs are like those that were traced."""
         if (changed := self._links.changed()) is not None:
-            raise load("runtime.changed_inputs:mismatch")((changed,), "another object", None)
+            raise mismatch((changed,), "another object", None)
         conditions = _Conditions(self._conditions, args, kwargs)
         values: list[Any] = [self._module, args, kwargs, Environment(), conditions]
         for source, (kind, key), path, check in self._steps:
@@ -143,7 +143,7 @@ class TracedInputs:
             except (AttributeError, LookupError, TypeError):
                 value = MISSING
             if value is MISSING or not (check is None or _agrees(value, check)):
-                raise load("runtime.changed_inputs:mismatch")(path, value, check)
+                raise mismatch(path, value, check)
             values.append(value)
 
     def assign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,3 +211,20 @@ class MemoryOfInputs(NamedTuple):
 
     written: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
+
+
+def mismatch(path: Path, value: Any, check: Check | None) -> RuntimeError:
+    """Return the error for an input that differs. Users see it only if forward has changed the input itself."""
+    name, expected = _expression(path), "there" if check is None else f"{check[0]} {check[1]!r}"
+    found = "it is missing" if value is MISSING else f"it is {type(value).__name__} {value!r:.100}"
+    return coded_error(RuntimeError, "module.input-changed-while-traced", name=name, expected=expected, found=found)
+
+
+def _expression(path: Path) -> str:
+    root, *steps = path
+    text = {"INPUT_FN": "self", "INPUT_ARGS": "args", "INPUT_KWARGS": "kwargs"}.get(root, str(root))
+    for kind, key in steps:
+        if kind == HAS:
+            return f"hasattr({text}, {key!r})"
+        text += f"[{key!r}]" if kind == "item" else f".{key}"
+    return text

@@ -32,7 +32,7 @@ from ..plan.specs import BucketSpec, Plan
 from ..private_thunder import extend_calls, repeated, watch_compilations
 from ..private_torch import state_name, unwrap_fabric
 from ..ranks.control import Control
-from ..ranks.known_failures import begin_work
+from ..ranks.rounds import begin_work
 from ..runtime.bucket import Bucket
 from ..runtime.pre_shard_storages import PreShardStorages
 from .former_parameters import FormerParameters, check_gradients

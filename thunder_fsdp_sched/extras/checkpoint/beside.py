@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ...errors import coded_error
-from ...private_groups import gloo_connections, timeout_of
+from ...private_distributed import gloo_connections, timeout_of
 from ...process_state import reset_after_fork
 from ...ranks.control import Control, control_of
 from ...ranks.process_groups import ProcessGroupRef

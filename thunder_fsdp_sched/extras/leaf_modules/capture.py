@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...capture.keys import key_of
 from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
-from ...capture.paths import FUNCTION, Path, evaluate
+from ...capture.paths import FUNCTION, Path
 from ...errors import coded_error
+from ...runtime.traced_inputs import value_at
 from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested
 from .observe import Communicates, is_plain, observe, run_once
 from .stale import read_before_written
@@ -60,15 +61,15 @@ def explain_change(leaves: Leaves, changed: Path) -> Any:
 
     Returns nothing if that is the outermost module: then the check of the new traces says what is wrong.
     """
-    known = {(FUNCTION,): leaves.model}
-    found = [evaluate(changed[:length], known) for length in range(2, len(changed))] if changed[0] == FUNCTION else []
+    roots = {FUNCTION: leaves.model}
+    found = [value_at(roots, changed[:length]) for length in range(2, len(changed))] if changed[0] == FUNCTION else []
     modules = [value for value in found if isinstance(value, torch.nn.Module)]
     if not modules:
         return None
     error = coded_error(
         NotImplementedError,
         "module.changes-container-in-forward",
-        container=type(evaluate(changed, known)).__name__,
+        container=type(value_at(roots, changed)).__name__,
         name=changed[-1][1],
     )
     leaves.obstacle = modules[-1], error

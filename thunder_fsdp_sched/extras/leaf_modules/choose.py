@@ -1,19 +1,44 @@
-"""Choose leaf modules: those that the user has named, and those that turn out not to be traceable."""
+"""Choose what runs as it is: leaf modules, named by the user or not traceable, and calls of single functions.
+
+[Note: Functions as leaves]
+A call of a function is the same operator as a call of a leaf module, without parameters. It runs as it is if it is
+
+- an operator of ``torch.library``, or an autograd function, that Thunder does not know;
+- a function of torch that Thunder cannot trace with these arguments, such as ``F.pad(mode="reflect")``. Thunder's error
+  stays if the function cannot be a leaf, because the shape of its result depends on data, or torch refuses the arguments;
+- a function of torch of which Thunder has no gradient, or a wrong one.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from thunder.core.symbol import BoundSymbol
+from thunder.core import dtypes
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    WrappedValue,
+    get_interpreterruntimectx,
+    interpreter_needs_wrap,
+    unwrap,
+)
+from thunder.core.jit_ext import get_jit_ctx, record_source_loc_in_symbol_header
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.torch import _torch_to_thunder_function_map
+from torch.utils._pytree import tree_leaves
 
 from ...capture.bound_symbols import ModuleCall
 from ...capture.leaves import AUTO, Leaves, pattern_of
+from ...capture.torch_functions import name_of
 from ...errors import coded_error
+from ...ir.symbols import LEAF
+from .capture import examples_of, proxy_contents, record_call
+from .observe import run_once
 
 Matcher = str | type | Callable[[str, torch.nn.Module], bool]
 
@@ -104,3 +129,99 @@ def _source(module: torch.nn.Module) -> str:
         return f"{inspect.getsourcefile(type(module))}:{line}"
     except (OSError, TypeError):
         return type(module).__module__
+
+
+def function_to_call(function: Any, args: Sequence[WrappedValue]) -> tuple[str, Callable[..., Any]] | None:
+    """Return the name of a function that Thunder does not know, and the function, if it can run as it is.
+
+    Args:
+        function: one of ``CALLS``, which the program calls.
+        args: wrapped.
+    """
+    called = unwrap(args[0])
+    if function is _APPLY:
+        has_context = called.setup_context is torch.autograd.Function.setup_context
+        return None if has_context else (called.__qualname__, called.apply)
+    packet = getattr(called, "overloadpacket", called)
+    is_known = packet in _torch_to_thunder_function_map or str(packet).partition(".")[0] in _OF_TORCH
+    return None if is_known else (str(called), called)
+
+
+def call_function(
+    leaves: Leaves, name: str, function: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue
+) -> Any:
+    """Trace a call of a function as a single operator, with wrapped values; return the wrapped result, or a signal.
+
+    Args:
+        args: the first is the class, or the operator.
+    """
+    announce(leaves, function, _AS_IT_IS.format(name))
+    return _call(leaves, name, function, args[1:], kwargs)
+
+
+def run_as_it_is(
+    leaves: Leaves, function: Any, error: BaseException | None, *args: WrappedValue, **kwargs: WrappedValue
+) -> WrappedValue | None:
+    """Trace a call of a function of torch, or of a method of a tensor, as a single operator.
+
+    Args:
+        error: why Thunder has not traced it; ``None`` if it computes no right gradient.
+
+    Returns:
+        The wrapped result; ``None`` if the function cannot be a leaf.
+    """
+    instead = _torch_function_of(function)
+    values = [unwrap(value) for value in (*args, *kwargs.values())]
+    tensors = [value for value in tree_leaves(values) if isinstance(value, TensorProxy)]
+    has_gradient = any(dtypes.is_inexact_dtype(tensor.dtype) for tensor in tensors)
+    if instead is None or not tensors or (error is None and not has_gradient):
+        return None
+    name, runtime = f"torch's {instead.__name__}", get_interpreterruntimectx()
+    result = _call(leaves, name, instead, args, kwargs)
+    runtime.curexc = None
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED or not _runs(
+        get_jit_ctx().computation_trace.peek_scope(), examples_of(leaves, values, {})
+    ):
+        return None
+    announce(leaves, instead, _AS_IT_IS.format(name) + ("" if error is None else f": {type(error).__name__}: {error}"))
+    return result
+
+
+def _runs(scope: Sequence[BoundSymbol], examples: Mapping[int, torch.Tensor]) -> bool:
+    """Return whether the leaf at the end of a trace runs on real tensors; fake ones do not show all mistakes."""
+    leaf = next(bsym.args[0] for bsym in reversed(scope) if bsym.sym.name == LEAF)
+    try:
+        run_once(leaf, examples)
+    except Exception:  # the program's own
+        return False
+    return True
+
+
+def _call(
+    leaves: Leaves,
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[WrappedValue],
+    kwargs: Mapping[str, WrappedValue],
+) -> Any:
+    for value in (*args, *kwargs.values()):
+        proxy_contents(value)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        return record_call(leaves, name, function, args, kwargs, [])
+
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
+
+
+def _torch_function_of(function: Any) -> Callable[..., Any] | None:
+    """Return torch's function, or the method of a tensor, of which this is Thunder's."""
+    if not isinstance(function, Symbol) and not function.__module__.startswith("thunder."):
+        return function
+    name = name_of(function)
+    found = getattr(torch.Tensor, name, None)
+    return found if callable(found) else getattr(torch, name, None)  # `real` is an attribute of tensors
+
+
+_AS_IT_IS = "{} is not traced, but runs as it is, as one operator with its own gradient"
+_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_OF_TORCH = frozenset({"aten", "prim", "prims"})

@@ -14,10 +14,11 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.prims import PrimIDs
 
 from ...capture.leaves import Leaves
-from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths, evaluate
+from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths
 from ...capture.refusals import refusal
 from ...ir.inspection import nested
 from ...private_assignments import modified_members
+from ...runtime.traced_inputs import value_at
 
 _MEMBERS = ("__dict__", "_buffers")
 
@@ -66,6 +67,6 @@ def _owner(path: Path, model: torch.nn.Module) -> tuple[Any, str]:
     while steps[1:] and steps[-1][1] in _MEMBERS:
         steps.pop()
     try:
-        return evaluate(tuple(steps), {(FUNCTION,): model}), str(name)
+        return value_at({FUNCTION: model}, tuple(steps)), str(name)
     except Exception:  # the program has made it
         return None, str(name)

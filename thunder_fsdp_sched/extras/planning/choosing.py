@@ -46,8 +46,8 @@ from ...ir.statements import read_statements
 from ...logs import LOGGER
 from ...passes import Context
 from ...ranks.control import Control, hash64
-from ...ranks.known_failures import known_to_all
 from ...ranks.messages import sides
+from ...ranks.rounds import known_to_all
 from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
 from ...sharding.sharded_module import ShardedModule
