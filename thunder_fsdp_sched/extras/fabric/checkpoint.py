@@ -6,20 +6,15 @@ state of the module and of the optimizers as ``torch.distributed.checkpoint`` wr
 ``meta.pt`` with everything else, as the first rank has it. A file has everything under the keys of ``state``; the state of
 optimizers is keyed by parameters' names.
 
-A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed beside the old one and
-then takes its place: see below.
+A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed under another name, and
+then takes the place of the old one.
 
 [Note: Replacing a checkpoint]
-The new folder is completed beside the old one. Its data files are moved first, because their names contain the id of the
-save and are those of no other one. Then its list of contents takes the place of the old list, in one operation of the file
-system: the old checkpoint is complete before it, and the new one after it. ``meta.pt``, which belongs to a list, carries
-the list's digest in its name until it can take the place of the old one.
-
-A new file is written under another name. If the process is killed, the next save removes that file. A new checkpoint is on
-disk before anything of the old one is removed: see [Note: Order on disk] in ``folder``.
-
-A file and a folder cannot replace each other in one operation. There, the old checkpoint is renamed before the new one
-gets its name. A process that is killed in between leaves the old one under the other name, where it is found.
+A file replaces a file in one operation of the file system. No operation replaces a folder: the old checkpoint is renamed,
+then the new one gets its name, then the old one is removed, except for files in its folder that are not the checkpoint's.
+A process that is killed in between leaves the old checkpoint under the other name, where :func:`load` finds it. The next
+save removes whatever it has left. A new checkpoint is on disk before anything of the old one is removed: see [Note: Order
+on disk] in ``folder``.
 """
 
 from __future__ import annotations
@@ -52,7 +47,6 @@ from ..checkpoint.state_dict import (
     get_optimizer_state_dict,
     names_of_params,
 )
-from ..checkpoint.storage import read_metadata
 from ..state_dicts.jitted import gather_entries
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -204,7 +198,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
     if path.is_dir():
         load_checkpoint(parts.model, path, parts.optimizers.values(), keys=parts.keys, strict=strict)
         others = run_on_all_ranks(
-            group, "fabric.load", lambda: _read(file, weights_only) if (file := others_in(path)).exists() else {}
+            group, "fabric.load", lambda: _read(file, weights_only) if (file := path / OTHERS).exists() else {}
         )
     else:
         others = _load_file(path, parts, strict=strict, weights_only=weights_only)
@@ -326,34 +320,12 @@ def new_beside(path: Path) -> Path:
 
 def replace(path: Path, new: Path) -> None:
     """Let ``new``, a complete folder or file, take the place of ``path``, if there is one; see the note above."""
-    if path.is_dir() and new.is_dir():
-        _replace_contents(path, new)
-    elif path.exists() and path.is_dir() != new.is_dir():
-        os.rename(path, old := _old_beside(path))
-        os.rename(new, path)
-        sync(path.parent)
-        _remove(old)
-    else:
-        os.replace(new, path)
-        sync(path.parent)
-
-
-def _replace_contents(path: Path, new: Path) -> None:
-    for file in new.iterdir():
-        if file.name not in (METADATA, OTHERS):
-            file.replace(path / file.name)
-    contents, digest = read_metadata(new)
-    others = _named_after(path, digest)
-    (new / OTHERS).replace(others)
-    sync(path)
-    (new / METADATA).replace(path / METADATA)  # from here on, the new checkpoint is complete
-    sync(path)
-    others.replace(path / OTHERS)
-    used = {info.relative_path for info in contents.storage_data.values()}
-    for file in (*path.glob("*.distcp"), *path.glob(f"{OTHERS}.*")):
-        if file.name not in used:
-            file.unlink(missing_ok=True)
-    new.rmdir()
+    if path.exists() and (path.is_dir() or new.is_dir()):
+        os.rename(path, _old_beside(path))
+        sync(path.parent)  # else a crash may leave the new one alone, without the other files of the folder
+    os.replace(new, path)
+    sync(path.parent)
+    _discard_old(path)
 
 
 def find(path: Path) -> Path:
@@ -362,24 +334,14 @@ def find(path: Path) -> Path:
     return old if old.exists() and not path.exists() else path
 
 
-def others_in(folder: Path) -> Path:
-    """Return the file of a folder that has everything besides the module and its optimizers."""
-    others = _named_after(folder, read_metadata(folder)[1])
-    return others if others.exists() else folder / OTHERS
-
-
 def clean_up(path: Path) -> None:
     """Undo or finish what a process that was killed has begun, before ``path`` is saved again."""
     if (old := find(path)) != path:
         os.rename(old, path)
-    _remove(_old_beside(path))
+    _discard_old(path)
     _remove(new_beside(path))
     for partial in path.parent.glob(f"{_partly_written(glob.escape(path.name))}*"):
         _remove(partial)
-
-
-def _named_after(folder: Path, digest: str) -> Path:
-    return folder / f"{OTHERS}.{digest[:16]}"
 
 
 def _old_beside(path: Path) -> Path:
@@ -389,6 +351,17 @@ def _old_beside(path: Path) -> Path:
 def _partly_written(name: str) -> str:
     """Return the beginning of the names of files that are being written and will take the place of the file ``name``."""
     return f".{name}.fsdp_sched_partial_"
+
+
+def _discard_old(path: Path) -> None:
+    """Remove the checkpoint that ``path`` has replaced; other files in its folder move to the new one."""
+    old = _old_beside(path)
+    if old.is_dir() and path.is_dir():
+        for file in old.iterdir():
+            if not file.name.startswith((METADATA, OTHERS)) and file.suffix != ".distcp":
+                file.rename(path / file.name)
+        sync(path)
+    _remove(old)
 
 
 def _remove(path: Path) -> None:
