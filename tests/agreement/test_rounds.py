@@ -15,7 +15,7 @@ from unittest import mock
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.messages import Action
-from thunder_fsdp_sched.ranks.store_texts import exchange_texts
+from thunder_fsdp_sched.ranks.new_groups import exchange_texts
 
 import pytest
 import thunder

@@ -23,7 +23,7 @@ from typing import Any
 from thunder.core.interpreter import PseudoInst, WrappedValue, get_interpreterruntimectx, unwrap
 
 from ..ir.inspection import is_library
-from .native_code import CELL_STORES, GLOBAL_STORES
+from .containers import CELL_STORES, GLOBAL_STORES
 from .paths import Paths
 from .refusals import is_of_program, refusal
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,9 +21,29 @@ from thunder.core.interpreter import ProvenanceRecord, WrappedValue, is_opaque
 
 from ..runtime.traced_inputs import CONTENT, Check
 from .keys import DEPTH, key_of
-from .native_code import CALL_NOTHING, NATIVE_OPERANDS, READ_ITEMS
 from .paths import Path, Paths
 from .refusals import refusal
+
+GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+"""The instructions that assign or delete a global, and a variable of a function that others share."""
+
+CALL_NOTHING = frozenset({callable, isinstance, issubclass, super, type, getattr, hasattr})
+"""Builtins that read no contents of their arguments."""
+
+READ_ITEMS = frozenset({"__getitem__", "__len__", "__setitem__"})
+"""Methods of containers that read no other items than those under their arguments."""
+
+NATIVE_OPERANDS: dict[str, Callable[[int], Iterable[int]]] = {
+    "COMPARE_OP": lambda arg: (-1, -2),
+    "BUILD_MAP": lambda arg: range(-2 * arg, 0, 2),
+    "BUILD_SET": lambda arg: range(-arg, 0),
+    **dict.fromkeys(("SET_ADD", "SET_UPDATE", "DICT_UPDATE"), lambda arg: (-1,)),
+    "MAP_ADD": lambda arg: (-2,),
+}
+"""Instructions that the interpreter does not interpret further, and where on the stack the values are that they compare
+or take hashes of, by their argument."""
+
 
 _ITEMS_OF = (list, tuple, deque)
 _BUFFERS = (bytearray, array)

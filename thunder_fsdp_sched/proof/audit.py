@@ -34,6 +34,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import coded_error
 from ..ir.effects import SlotRegion, effects
@@ -44,7 +45,6 @@ from ..private_thunder import definition_of, take_over
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, span_in
-from ..runtime.pre_shard_storages import PreShardStorages
 from .machine import VerificationError
 
 RETURN = -1
@@ -300,3 +300,24 @@ def _misplaced(name: str, where: str, slots: frozenset[Slot]) -> str:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+class PreShardStorages:
+    """The storages of parameters before sharding. A view that outlives sharding keeps the values of that time.
+
+    The references are weak. While one exists, no other storage has the same identity.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[StorageWeakRef, str] = {}
+
+    def add(self, name: str, param: torch.Tensor) -> None:
+        """Record the storage of ``param``."""
+        if not param.is_meta and param.numel():
+            self._names[StorageWeakRef(param.untyped_storage())] = name
+
+    def owner_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the parameter that was stored in the memory of ``tensor``, if any."""
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        return self._names.get(StorageWeakRef(tensor.untyped_storage()))

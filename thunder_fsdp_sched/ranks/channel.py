@@ -37,9 +37,9 @@ from ..extensions import load
 from ..private_distributed import host_backend
 from ..private_torch import labelled
 from .all_gather import HostAllGather
+from .new_groups import exchange_texts, publish_text
 from .process_groups import ProcessGroupRef
 from .rounds import TOKEN, RoundAction, ScheduleDisagreement
-from .store_texts import exchange_texts, publish_text
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""

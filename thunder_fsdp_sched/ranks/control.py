@@ -84,10 +84,18 @@ import torch.distributed as dist
 
 from ..errors import coded_error
 from ..extensions import load
-from .issue_counts import IssueCounts, after_surplus
 from .messages import first_line, without_remarks
 from .process_groups import ProcessGroupRef
-from .rounds import TOKEN, RoundAction, ScheduleDisagreement, begin_work, is_known_to_all, known_to_all
+from .rounds import (
+    TOKEN,
+    IssueCounts,
+    RoundAction,
+    ScheduleDisagreement,
+    after_surplus,
+    begin_work,
+    is_known_to_all,
+    known_to_all,
+)
 
 if TYPE_CHECKING:
     from .channel import Channel

@@ -57,8 +57,7 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel:
     """
     from ..private_distributed import timeout_of
     from .channel import Channel
-    from .new_groups import ARRIVAL_TIMEOUT, let_belong, new_group
-    from .store_texts import exchange_texts
+    from .new_groups import ARRIVAL_TIMEOUT, exchange_texts, let_belong, new_group
 
     timeout = timeout_of(group.process_group)
     key = tuple(group.global_ranks), timeout

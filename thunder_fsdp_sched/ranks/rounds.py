@@ -1,4 +1,4 @@
-"""Tokens and actions of rounds, and the error that ranks raise if these differ: see [Note: Rounds] in ``channel``.
+"""What ranks announce in rounds, and the error if it differs: see [Note: Rounds] in ``channel``.
 
 [Note: Known failures]
 Failures of this rank that all ranks know of are marked, so that whatever they pass through need not announce them again.
@@ -8,7 +8,7 @@ A mark counts only for the work in which it was made: a program may keep an exce
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _work = 0  # how often this process has begun work whose failure it would announce
 
@@ -81,3 +81,35 @@ class RoundAction:
         Args:
             alike: whether the last hash of all tokens is the same.
         """
+
+
+class IssueCounts:
+    """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks] in ``control``.
+
+    Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
+
+    Attributes:
+        log: the kind and the bucket's handle of each collective since the last round in which all ranks had issued the
+            same ones, for ``extras.training.gradients``; ``None`` unless the ranks agree in steps.
+    """
+
+    __slots__ = ("expected", "issued", "log", "settle")
+
+    def __init__(self, settle: Callable[[], None] = lambda: None, *, logs: bool = False) -> None:
+        self.issued = 0
+        self.log: list[tuple[str, str]] | None = [] if logs else None
+        self.expected = 0  # the collectives of all traces that have started
+        self.settle = settle  # ends a round of agreement that is still open
+
+    @property
+    def surplus_issues(self) -> int:
+        """How much has been issued beyond what was expected: 0 unless an exception interrupted a trace."""
+        return self.issued - self.expected
+
+
+def after_surplus(surplus_issues: int) -> str:
+    """Return what a description of an action ends with if an exception interrupted a trace before it."""
+    if not surplus_issues:
+        return ""
+    number, compared = f"{abs(surplus_issues) / 2:g}", "fewer" if surplus_issues < 0 else "more"
+    return f" (this rank has issued {number} collectives {compared} than planned, for example after an exception)"

@@ -33,7 +33,7 @@ from ..errors import coded_error
 from ..extensions import load
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control
-from ..ranks.issue_counts import IssueCounts
+from ..ranks.rounds import IssueCounts
 from ..transports import transport_of
 from ..transports.base import Views, Work
 from .accumulation import Accumulation

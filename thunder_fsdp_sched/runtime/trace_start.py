@@ -9,10 +9,9 @@ from typing import NamedTuple, TypeVar
 from ..private_torch import backward_number
 from ..ranks.compare_programs import Computation
 from ..ranks.control import AgreedProgram, Control, hash64
-from ..ranks.issue_counts import after_surplus
 from ..ranks.messages import MAY_DIFFER
 from ..ranks.process_groups import ProcessGroupRef
-from ..ranks.rounds import TOKEN, RoundAction
+from ..ranks.rounds import TOKEN, RoundAction, after_surplus
 from .bucket import Bucket
 from .memory import Slot
 from .ops import gather_again

@@ -26,13 +26,13 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Plan, StridedView
 from ..private_torch import hooks_of, memory_of, replace_data
+from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.open_control import open_control
 from ..ranks.process_groups import BucketRanks
 from ..runtime.accumulation import Accumulation
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
-from ..runtime.pre_shard_storages import PreShardStorages
 from ..runtime.row_dtensor import DTENSORS
 from ..transports import choose_transport, find_transport, transport_of
 from .former_parameters import retire

@@ -31,10 +31,10 @@ from ..logs import Progress
 from ..plan.specs import BucketSpec, Plan
 from ..private_thunder import extend_calls, repeated, watch_compilations
 from ..private_torch import state_name, unwrap_fabric
+from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
 from ..ranks.rounds import begin_work
 from ..runtime.bucket import Bucket
-from ..runtime.pre_shard_storages import PreShardStorages
 from .former_parameters import FormerParameters, check_gradients
 from .module_parameters import ModuleParameters
 from .refusals import (

@@ -12,7 +12,7 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from ...errors import coded_error
 from ...ir.calls import NO_CALL
 from ...ranks.control import Control
-from ...ranks.issue_counts import after_surplus
+from ...ranks.rounds import after_surplus
 from ...runtime.ops import backward_done
 from ...sharding.sharded_module import find_sharding
 from ...transform import Compilation, FSDPTransform

@@ -34,8 +34,7 @@ from ...ir.analysis import Analysis
 from ...ir.effects import effects
 from ...ir.inspection import with_marks
 from ...ranks.control import Control, hash64
-from ...ranks.issue_counts import after_surplus
-from ...ranks.rounds import TOKEN, RoundAction
+from ...ranks.rounds import TOKEN, RoundAction, after_surplus
 from ...runtime.bucket import WINDOW_FIRST, Bucket
 from ...runtime.memory import InFlight, Slot
 from ...runtime.ops import start_gather
