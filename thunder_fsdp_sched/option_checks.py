@@ -21,7 +21,6 @@ from .errors import coded_error
 from .extensions import load
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import ShardingStrategy
-from .sizes import parse_bytes
 from .transports import TRANSPORTS
 
 Check = Callable[[str, Any], Any]
@@ -133,7 +132,7 @@ def bucketing(name: str, value: Any) -> BucketingStrategy | int | BucketRule:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, str) and re.match(r"\s*[-+.\d]", value)):
         raise coded_error(ValueError, "option.unknown-bucketing-strategy", name=name, got=value)
-    size = parse_bytes(name, value)
+    size: int = load("sizes:parse_bytes")(name, value)
     if is_number and size < 1024:
         warnings.warn(
             f"{name}={size} is a size of {size} bytes, so that nearly each parameter gets a bucket of its own. "
@@ -152,6 +151,7 @@ def transport(name: str, value: Any) -> Any:
     raise coded_error(ValueError, "option.unknown-transport", name=name, transports=sorted(TRANSPORTS), got=value)
 
 
+nbytes = or_none(lambda name, value: load("sizes:parse_bytes")(name, value))
 schedule = or_none(lambda name, value: load("extras.replay:check_schedule")(name, value))
 cluster = or_none(lambda _, value: load("extras.planning.clusters:cluster")(value))
 

@@ -28,7 +28,6 @@ from . import option_checks as checks
 from .errors import coded_error
 from .ir.schedule import StepSchedule
 from .plan.specs import ShardingStrategy
-from .ranks.messages import remark
 from .ranks.process_groups import ProcessGroupRef
 
 ByModule = Callable[[str, torch.nn.Module], Any]
@@ -151,6 +150,7 @@ def _comparable(value: Any, captured: bool) -> str:
     if not callable(value):
         return str(value)
     from .callables import describe, place_of  # here, because most options are no functions
+    from .ranks.messages import remark
 
     return describe(value, captured=captured) + remark(place_of(value))
 

@@ -28,7 +28,6 @@ from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import BucketOptions, Encoding, ParamSpec
 from .ranks.control import Agreement
 from .runtime.accumulation import AccumulationMode
-from .sizes import parse_bytes
 
 if TYPE_CHECKING:
     from .extras.planning.clusters import ClusterSpec
@@ -51,7 +50,7 @@ class Options(OptionFields):
             "auto", checks.is_a(int, "a number of buckets (int), 'auto' or None", checks.at_least(0, "buckets"))
         ),
     )
-    max_memory: Option[int | str | None, int | None] = option(default=None, check=checks.or_none(parse_bytes))
+    max_memory: Option[int | str | None, int | None] = option(default=None, check=checks.nbytes)
     accumulate: Literal["unsharded", "sharded"] | None = option(
         default=None, check=checks.one_of(*get_args(AccumulationMode), None)
     )

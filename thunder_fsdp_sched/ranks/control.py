@@ -73,6 +73,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,7 +85,7 @@ import torch.distributed as dist
 
 from ..errors import coded_error
 from ..extensions import load
-from .messages import first_line, without_remarks
+from ..process_state import reset_after_fork
 from .process_groups import ProcessGroupRef
 from .rounds import (
     TOKEN,
@@ -289,6 +290,8 @@ class Control:
         if self.channel is not None:
             text = f"{what} of {self.title}"
             if failure is not None:
+                from .messages import first_line
+
                 text += f", which failed: {type(failure).__name__}: {first_line(str(failure))}"
             self._post(hash64("report", self.number, what, failure is None), text, digest)
             self.settle()
@@ -345,6 +348,8 @@ class Control:
         """
         if self.channel is None:
             return
+        from .messages import without_remarks
+
         own: dict[str, list[str]] = defaultdict(list)
         ranks_of = {}
         for group, line in lines:
@@ -401,3 +406,29 @@ def control_of(group: ProcessGroupRef) -> Control:
     """Return the control whose ``group`` this is, hence of one model; one without other ranks if there is none."""
     known = _controls.get(group)
     return (known and known()) or Control(group)
+
+
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
+order, but some of them may shard other modules over another group in between."""
+
+reset_after_fork(_numbers.clear)
+
+
+def open_control(group: ProcessGroupRef, kind: str, *, agreement: Agreement) -> Control:
+    """Return the control of the next module that ``group`` shards; a collective.
+
+    Args:
+        kind: the class of the module, for messages.
+
+    Raises:
+        ScheduleDisagreement: a rank does not come in time.
+    """
+    title = f"module {next(_numbers[group.name])}"
+    name = f"{group.name} {title}"
+    channel = None
+    if group.size > 1 and not group.is_fake:
+        from .channel import open_channel
+
+        channel = open_channel(group, name)
+    return Control(group, channel, name, f"{title} ({kind})", agreement=agreement)
