@@ -26,7 +26,7 @@ from .extensions import load
 from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS, has_complex
 from .ir.inspection import nested
 from .kernels.executor import executor as kernels
-from .mends.reject_resampled_random_grads import reject_resampled_random_grads
+from .mends.random_draws import draw_once, mark_draws, refuse_merged_draws, reject_resampled_random_grads
 from .passes import Context, Run
 from .proof import verify
 from .transforms.assign_slots import assign_slots
@@ -82,8 +82,6 @@ def prologue(trace: TraceCtx, c: Context) -> TraceCtx:
 def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     run = Run(c)
     if _recomputes(trace):  # with values that are recomputed
-        from .mends.draw_once import draw_once
-
         # First, because only pure operators may stay in regions that are recomputed.
         trace = run(draw_once, trace)
     if any(IN_CHECKPOINT in b.tags for b in trace.bound_symbols):  # in regions of `torch.utils.checkpoint`
@@ -144,7 +142,6 @@ def bucketed(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     run = Run(c, search=search)
     trace = run(regather_for_backward, trace, kept_buckets=c.settings.kept_buckets, recomputed=c.settings.recomputed)
     if c.fusions and not search:  # if an executor can fuse operators
-        from .mends.draws_in_fusions import mark_draws
         from .transforms.keep_fusions_apart import keep_fusions_apart
 
         trace = run(keep_fusions_apart, trace, fusions=c.fusions)
@@ -156,7 +153,6 @@ def fused(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     """Thunder's fusion executors fuse operators, and Thunder calls this package's second executor."""
     run, kept_buckets = Run(c, search=search), c.settings.kept_buckets
     if c.fusions and not search:  # if an executor can fuse operators
-        from .mends.draws_in_fusions import refuse_merged_draws
         from .transforms.keep_fusions_apart import remove_cuts
 
         trace = run(refuse_merged_draws, trace, joint=c.traces.joint)
