@@ -3,8 +3,11 @@
 Import it before ``thunder`` on torch 2.13 and newer.
 """
 
+import ast
+import functools
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import compat
@@ -95,43 +98,21 @@ __all__ = [
 _MODULES = ("fabric", "huggingface", "planning", "reports", "testing", "transports")
 """Public modules, imported when they are used: ``tfs.testing`` needs no import of its own."""
 
-_CORE = (
-    "api",
-    "compiled_traces",
-    "ir.operator_facts",
-    "ir.schedule",
-    "option_groups",
-    "plan.specs",
-    "proof",
-    "ranks.rounds",
-    "transform",
-)
-_LOADED_WHEN_USED = (
-    "extras.training.eager",
-    "extras.training.gradients",
-    "extras.training.overlap_step",
-    "extras.training.unsharded",
-    "extras.training.whole_parameters",
-    "extras.checkpoint",
-    "extras.low_precision.policy",
-    "extras.thunder_recipes",
-    "extras.step_memory.step_memory",
-    "extras.replay",
-    "extras.reports.exposed",
-    "extras.ranks_differ.batches",
-)
-"""Modules that a training step does not need, in the order in which they are searched for a public name."""
+
+@functools.cache
+def _places() -> dict[str, str]:
+    """Return the module of each public name: that from which type checkers import it above."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    return {alias.name: f".{node.module}" for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in __all__:
-        for path in (*_CORE, *_LOADED_WHEN_USED):
-            module = importlib.import_module(f".{path}", __name__)
-            if hasattr(module, name):
-                value = globals()[name] = getattr(module, name)
-                return value
+        value = globals()[name] = getattr(importlib.import_module(_places()[name], __name__), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
