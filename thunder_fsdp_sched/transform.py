@@ -176,11 +176,11 @@ class FSDPTransform(ShardingTransform):
     def _let_libraries_use(model: ThunderModule, compile_data: Any) -> None:
         """Prepare for Join and for the libraries of Hugging Face. accelerate may be imported later, and asks each model."""
         model.__dict__["join_hook"] = lambda **options: load("extras.ranks_differ.conflicts:refuse_join")(**options)
-        model.__dict__["_is_accelerate_prepared"] = Answer("extras.huggingface:is_prepared_for_accelerate")
+        model.__dict__["_is_accelerate_prepared"] = Answer("extras.huggingface_models:is_prepared_for_accelerate")
         if "transformers" in sys.modules or any(
             hasattr(module, "save_pretrained") for module in model._model.modules()
         ):
-            load("extras.huggingface:prepare")(model._model, compile_data)
+            load("extras.huggingface_models:prepare")(model._model, compile_data)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any

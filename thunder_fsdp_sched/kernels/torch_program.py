@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..ir.observation import draws, fake_arguments, fake_mode, named_arguments
 from ..private_torch import schema_of
 
-_aten = torch.ops.aten
+aten = torch.ops.aten
 
 
 def _copying(operator: Any, fits: Callable[[Tensor], bool]) -> Callable[..., Any]:
@@ -43,28 +43,26 @@ def _has_adjacent_elements(tensor: Tensor) -> bool:
 
 
 FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
-    _aten.view.default: torch.reshape,
-    _aten._unsafe_view.default: torch.reshape,
+    aten.view.default: torch.reshape,
+    aten._unsafe_view.default: torch.reshape,
     **{
         operator: _copying(operator, Tensor.is_contiguous)
         for operator in (
-            _aten.native_layer_norm_backward.default,
-            _aten.native_group_norm.default,
-            _aten.native_group_norm_backward.default,
+            aten.native_layer_norm_backward.default,
+            aten.native_group_norm.default,
+            aten.native_group_norm_backward.default,
         )
     },
     **{
         operator: _copying(operator, _has_adjacent_elements)
         for operator in (
-            _aten._scaled_dot_product_flash_attention_for_cpu.default,
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         )
     },
 }
 """Functions by the operators that they replace."""
 
-
-aten = torch.ops.aten
 
 _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 """Operators whose result stands for their input, because nothing is changed in place."""

@@ -1,4 +1,4 @@
-"""Specifications of parameters and buckets: pure data."""
+"""Specifications of parameters and buckets, and the plan, which has all of them: pure data."""
 
 from __future__ import annotations
 
