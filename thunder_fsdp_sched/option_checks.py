@@ -132,7 +132,7 @@ def bucketing(name: str, value: Any) -> BucketingStrategy | int | BucketRule:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, str) and re.match(r"\s*[-+.\d]", value)):
         raise coded_error(ValueError, "option.unknown-bucketing-strategy", name=name, got=value)
-    size: int = load("sizes:parse_bytes")(name, value)
+    size = nbytes(name, value)
     if is_number and size < 1024:
         warnings.warn(
             f"{name}={size} is a size of {size} bytes, so that nearly each parameter gets a bucket of its own. "
@@ -140,6 +140,13 @@ def bucketing(name: str, value: Any) -> BucketingStrategy | int | BucketRule:
             stacklevel=7,  # of the call of `fsdp`
         )
     return size
+
+
+def nbytes(name: str, value: Any) -> int:
+    """Accept a number of bytes, or a text such as ``"40GiB"``."""
+    from .sizes import parse_bytes  # here, because most options are none
+
+    return parse_bytes(name, value)
 
 
 def transport(name: str, value: Any) -> Any:
@@ -151,7 +158,6 @@ def transport(name: str, value: Any) -> Any:
     raise coded_error(ValueError, "option.unknown-transport", name=name, transports=sorted(TRANSPORTS), got=value)
 
 
-nbytes = or_none(lambda name, value: load("sizes:parse_bytes")(name, value))
 schedule = or_none(lambda name, value: load("extras.replay:check_schedule")(name, value))
 cluster = or_none(lambda _, value: load("extras.planning.clusters:cluster")(value))
 

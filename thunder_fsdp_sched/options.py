@@ -50,7 +50,7 @@ class Options(OptionFields):
             "auto", checks.is_a(int, "a number of buckets (int), 'auto' or None", checks.at_least(0, "buckets"))
         ),
     )
-    max_memory: Option[int | str | None, int | None] = option(default=None, check=checks.nbytes)
+    max_memory: Option[int | str | None, int | None] = option(default=None, check=checks.or_none(checks.nbytes))
     accumulate: Literal["unsharded", "sharded"] | None = option(
         default=None, check=checks.one_of(*get_args(AccumulationMode), None)
     )
