@@ -10,8 +10,6 @@ of those that differ when the trace ends, so that the call which has just been c
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from thunder.core.interpreter import ProvenanceRecord, WrappedValue, is_opaque
 
 from ..runtime.traced_inputs import CONTENT, Check
-from .keys import DEPTH, key_of
+from .keys import BUFFERS, ITEMS, is_numpy, key_of
 from .paths import Path, Paths
 from .refusals import refusal
 
@@ -45,8 +43,6 @@ NATIVE_OPERANDS: dict[str, Callable[[int], Iterable[int]]] = {
 or take hashes of, by their argument."""
 
 
-_ITEMS_OF = (list, tuple, deque)
-_BUFFERS = (bytearray, array)
 _COPIED = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
@@ -75,7 +71,7 @@ class Containers:
 
     def note(self, path: Path, value: Any) -> None:
         """Note the contents of a value if it is a container."""
-        if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, set, *_BUFFERS)) or _is_numpy(value)):
+        if path not in self._known and (isinstance(value, (*ITEMS, dict, set, *BUFFERS)) or is_numpy(value)):
             self._known[path] = value, ContainerContents(value)
             if type(value) in _COPIED:
                 self._copies[path] = value.copy()
@@ -153,23 +149,6 @@ _CHANGING = frozenset(
 _READ_NOTHING = frozenset({*CALL_NOTHING, object.__new__, object.__init__})
 
 
-def _contents_of(value: Any, depth: int = DEPTH) -> Any:
-    kind = type(value)
-    if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter  # tracing replaces it, and a parameter that is read by another name is an error
-    if not depth:
-        return key_of(value, 0)
-    if isinstance(value, _ITEMS_OF):
-        return kind, tuple(_contents_of(item, depth - 1) for item in value)
-    if isinstance(value, dict):
-        return kind, tuple((key, _contents_of(item, depth - 1)) for key, item in value.items())
-    if isinstance(value, set | frozenset):
-        return kind, frozenset(value)
-    if isinstance(value, _BUFFERS) or _is_numpy(value):
-        return kind, getattr(value, "shape", None), str(getattr(value, "dtype", None)), bytes(value)
-    return key_of(value, 0)
-
-
-def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+def _contents_of(value: Any) -> Any:
+    # Tracing replaces parameters, and one that is read by another name is an error.
+    return key_of(value, of_parameter=lambda _: torch.nn.Parameter)
