@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
+from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_at
 from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step
 from thunder_fsdp_sched.extras.ranks_differ.start import AccumulationOfAll
 from thunder_fsdp_sched.extras.ranks_differ.symbols import ServingStart, key_of
+from thunder_fsdp_sched.ir.statements import read_statements
 from thunder_fsdp_sched.ranks.messages import Action
 from thunder_fsdp_sched.testing import statements
 
@@ -34,6 +35,11 @@ from thunder.core.trace import TraceCtx, tracectx
 
 PIECES = 4
 """Operators in a block's forward or backward, between which collectives can be issued."""
+
+
+def steps_of(trace: TraceCtx) -> list[Step]:
+    """Return the program of a scheduled trace: the issues and waits of its collectives, in order."""
+    return [step for _, step in steps_at(read_statements(trace))]
 
 
 @dataclass(frozen=True)

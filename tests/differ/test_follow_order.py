@@ -14,7 +14,7 @@ import thunder_fsdp_sched as fs
 from thunder_fsdp_sched import VerificationError
 from thunder_fsdp_sched.extras.no_sync import add_grads, add_reduced, reduce_unreduced
 from thunder_fsdp_sched.extras.ranks_differ.build import MachineInAnyOrder, build
-from thunder_fsdp_sched.extras.ranks_differ.follow_order import follow_order, steps_of
+from thunder_fsdp_sched.extras.ranks_differ.follow_order import follow_order
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
 from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of, serve_left, wait_served_grads
 from thunder_fsdp_sched.ir.inspection import with_bound_symbols
@@ -36,6 +36,7 @@ from internals import (
     read_schedule,
     verify,
 )
+from merged_programs import steps_of
 from models import ChosenBlocks
 from thunder.core.trace import TraceCtx
 

@@ -12,7 +12,6 @@ from unittest import mock
 from thunder_fsdp_sched import CompiledTraces, Sharding, fsdp, transform
 from thunder_fsdp_sched.extras.no_sync import reduce_sums
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.extras.ranks_differ.follow_order import steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import merge
 from thunder_fsdp_sched.extras.ranks_differ.start import with_merged
 
@@ -20,6 +19,7 @@ import pytest
 import thunder
 import torch
 from memory_count import Count, compare, count_step
+from merged_programs import steps_of
 from models import ChosenBlocks
 from profiles import with_long
 from test_follow_order import Compiled, Start, buckets_of, recorded

@@ -10,7 +10,6 @@ from unittest import mock
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ import programs
-from thunder_fsdp_sched.extras.ranks_differ.follow_order import steps_of
 from thunder_fsdp_sched.extras.ranks_differ.programs import differences_of, program_of
 from thunder_fsdp_sched.extras.ranks_differ.start import DifferingStart
 from thunder_fsdp_sched.testing import statements
@@ -19,7 +18,7 @@ from thunder_fsdp_sched.transforms.insert_agreement import describe
 import pytest
 from executor import GLOO, NCCL, Program, execute, issued
 from internals import effects, read_statements
-from merged_programs import Small, make_blocks, program_of_merged, step_of
+from merged_programs import Small, make_blocks, program_of_merged, step_of, steps_of
 from simulated_ranks import World
 
 BLOCKS = "abcd"

@@ -129,11 +129,6 @@ def empty_trace(name: str, *, backward: bool = False) -> TraceCtx:
     return trace
 
 
-def steps_of(trace: TraceCtx) -> list[Step]:
-    """Return the program of a scheduled trace: the issues and waits of its collectives, in order."""
-    return [step for _, step in steps_at(read_statements(trace))]
-
-
 def steps_at(statements: Iterable[Statement]) -> Iterator[tuple[Statement, Step]]:
     """Yield the issues and waits of collectives with their statements."""
     issued: list[Key] = []
