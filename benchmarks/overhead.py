@@ -35,9 +35,9 @@ from unittest import mock
 import thunder_fsdp_sched
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.private_distributed import all_gather, reduce_scatter
-from thunder_fsdp_sched.ranks.channel import open_channel
 from thunder_fsdp_sched.ranks.compare_programs import Computation
 from thunder_fsdp_sched.ranks.control import AgreedProgram, Control
+from thunder_fsdp_sched.ranks.open_control import open_channel
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.runtime.trace_start import TraceStart

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from thunder_fsdp_sched import private_distributed
 from thunder_fsdp_sched.ranks import all_gather, control
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.messages import Action
@@ -30,7 +31,7 @@ from thunder_fsdp_sched.ranks.messages import Action
 import torch
 import torch.distributed as dist
 from executor import ROUNDS, Program
-from internals import ProcessGroupRef, channel
+from internals import ProcessGroupRef, channel, new_groups, open_control
 
 NEVER = timedelta(days=1000)
 
@@ -84,7 +85,7 @@ class World:
         self._closed: set[tuple[int, int]] = set()  # the connections of groups, and the ranks that have closed theirs
         self._groups: list[Any] = []  # to which references are weak
         self._made: Counter[int] = Counter()  # how many groups each rank has made
-        self._channels, self._numbers = _PerRank(self), _PerRank(self, control._numbers.default_factory)
+        self._channels, self._numbers = _PerRank(self), _PerRank(self, open_control._numbers.default_factory)
         self._turns = [_taken_lock() for _ in range(size + 1)]  # the last is of the thread that runs the ranks
         self._until: dict[int, tuple[Callable[[], bool], float]] = {}  # of the ranks that have not finished
         self._has_ended = self._has_failed = False
@@ -186,18 +187,18 @@ class World:
 
     def control(self, kind: str = "Model") -> control.Control:
         """Return the control of a model, as ``thunder.jit`` makes it; a collective."""
-        return control.open_control(self.group(), kind, agreement="step")
+        return open_control.open_control(self.group(), kind, agreement="step")
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in (all_gather, channel):
             yield module, "time", clock
-        yield channel, "new_group", lambda ranks, parent, description, **options: self.group(description)
+        yield new_groups, "new_group", lambda ranks, parent, description, **options: self.group(description)
         yield channel, "host_backend", lambda group: Backend(self, group.number)
-        yield channel, "timeout_of", lambda group: self.timeout
-        yield channel, "let_belong", lambda group, parent: None
-        yield channel, "_channels", self._channels
-        yield control, "_numbers", self._numbers
+        yield private_distributed, "timeout_of", lambda group: self.timeout
+        yield new_groups, "let_belong", lambda group, parent: None
+        yield open_control, "_channels", self._channels
+        yield open_control, "_numbers", self._numbers
         yield dist, "get_rank", lambda: self.rank
         yield dist, "broadcast_object_list", self._broadcast
         start, finish = HostAllGather.start, HostAllGather.finish

@@ -37,8 +37,9 @@ from ..errors import coded_error
 from ..plan.layout import Layout, round_up
 from ..plan.specs import BucketSpec
 from ..private_distributed import timeout_of
-from ..ranks.new_groups import ARRIVAL_TIMEOUT, exchange_texts
+from ..ranks.new_groups import ARRIVAL_TIMEOUT
 from ..ranks.process_groups import BucketRanks, ProcessGroupRef
+from ..ranks.store_texts import exchange_texts
 from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, segment_bytes
 from ..transports.flat import Flat, pairs
 from ..transports.works import issue_then

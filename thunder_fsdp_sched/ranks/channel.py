@@ -29,19 +29,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from ..errors import coded_error
 from ..extensions import load
-from ..private_distributed import host_backend, timeout_of
+from ..private_distributed import host_backend
 from ..private_torch import labelled
 from .all_gather import HostAllGather
-from .messages import named
-from .new_groups import ARRIVAL_TIMEOUT, exchange_texts, let_belong, new_group, publish_text
 from .process_groups import ProcessGroupRef
 from .rounds import TOKEN, RoundAction, ScheduleDisagreement
+from .store_texts import exchange_texts, publish_text
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""
@@ -203,43 +201,3 @@ class Channel:
             store = self.group.process_group.get_group_store()
             texts = exchange_texts(store, prefix, self.group.global_ranks, text, patience)
         return texts | {self.global_rank: text}
-
-
-_channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
-"""The channels of this process, which models of the same ranks share."""
-
-
-def open_channel(group: ProcessGroupRef, name: str) -> Channel:
-    """Return the channel of these ranks, of which there are several, and create one if any of them lacks it.
-
-    It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store: 6 requests of a rank.
-    To create a channel takes 12 more, and those with which gloo connects each rank with all others.
-
-    Args:
-        name: unique to this call, the same on all ranks.
-
-    Raises:
-        ScheduleDisagreement: a rank does not come in time. A rank that comes too late waits in vain for as long.
-    """
-    timeout = timeout_of(group.process_group)
-    key = tuple(group.global_ranks), timeout
-    known = _channels.get(key)
-    state = "open" if known is not None and known.is_open else ""
-    store, patience = group.process_group.get_group_store(), min(timeout, ARRIVAL_TIMEOUT)
-    states = exchange_texts(store, f"thunder_fsdp_sched/{name}", group.global_ranks, state, patience)
-    if missing := [rank for rank in group.global_ranks if rank not in states]:
-        raise coded_error(
-            ScheduleDisagreement,
-            "ranks.missing-at-jit",
-            group=group.description,
-            missing=named(missing),
-            seconds=patience.total_seconds(),
-            rank=group.global_ranks[group.rank],
-        )
-    if not all(states.values()):
-        ranks = list(group.global_ranks)
-        made = new_group(ranks, group.process_group, "fsdp_control", backend="gloo", timeout=timeout)
-        _channels[key] = Channel(replace(made, description=group.description), timeout)
-    channel = _channels[key]
-    let_belong(channel.group, group.process_group)
-    return channel

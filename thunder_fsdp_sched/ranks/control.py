@@ -73,7 +73,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,7 +84,6 @@ import torch.distributed as dist
 
 from ..errors import coded_error
 from ..extensions import load
-from ..process_state import reset_after_fork
 from .process_groups import ProcessGroupRef
 from .rounds import (
     TOKEN,
@@ -406,29 +404,3 @@ def control_of(group: ProcessGroupRef) -> Control:
     """Return the control whose ``group`` this is, hence of one model; one without other ranks if there is none."""
     known = _controls.get(group)
     return (known and known()) or Control(group)
-
-
-_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
-order, but some of them may shard other modules over another group in between."""
-
-reset_after_fork(_numbers.clear)
-
-
-def open_control(group: ProcessGroupRef, kind: str, *, agreement: Agreement) -> Control:
-    """Return the control of the next module that ``group`` shards; a collective.
-
-    Args:
-        kind: the class of the module, for messages.
-
-    Raises:
-        ScheduleDisagreement: a rank does not come in time.
-    """
-    title = f"module {next(_numbers[group.name])}"
-    name = f"{group.name} {title}"
-    channel = None
-    if group.size > 1 and not group.is_fake:
-        from .channel import open_channel
-
-        channel = open_channel(group, name)
-    return Control(group, channel, name, f"{title} ({kind})", agreement=agreement)

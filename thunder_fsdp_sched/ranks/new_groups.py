@@ -12,58 +12,16 @@ on it.
 from __future__ import annotations
 
 import itertools
-import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ..errors import coded_error
 from ..private_distributed import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .process_groups import ProcessGroupRef, default_group
-
-
-def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, patience: timedelta) -> dict[int, str]:
-    """Publish this rank's text in a store; return those of the ranks that publish theirs in time, keyed by rank.
-
-    It takes 6 requests of a rank, and of one rank 7 more, whatever the number of ranks. Texts other than that of the first
-    rank to come are read by all ranks.
-
-    Args:
-        prefix: no rank may use it twice, because ranks are counted, and the last to read deletes what has been published.
-    """
-    return publish_text(store, prefix, ranks, text)(patience)
-
-
-def publish_text(store: Store, prefix: str, ranks: Sequence[int], text: str) -> Callable[[timedelta], dict[int, str]]:
-    """Do the first half of :func:`exchange_texts`, and return a function that does the second one."""
-    key = {name: f"{prefix}/{name}" for name in ("first", "others", "came", "count", "all", "read")}
-    own = json.dumps([dist.get_rank(), text])
-    _, common = json.loads(store.compare_set(key["first"], "", own))
-    if text != common:
-        store.append(key["others"], f"{own}\n")  # type: ignore[attr-defined]  # torch's stubs lack it
-    store.append(key["came"], f"{dist.get_rank()} ")  # type: ignore[attr-defined]
-    if store.add(key["count"], 1) == len(ranks):
-        store.set(key["all"], "")
-
-    def texts(patience: timedelta) -> dict[int, str]:
-        try:
-            store.wait([key["all"]], patience)
-            came = ranks
-        except RuntimeError:  # each kind of store raises another type
-            came = [int(rank) for rank in store.get(key["came"]).split()]
-        texts = dict.fromkeys(came, common)
-        if store.check([key["others"]]):
-            texts.update(map(json.loads, store.get(key["others"]).splitlines()))
-        if store.add(key["read"], 1) == len(ranks):
-            for name in key.values():
-                store.delete_key(name)
-        return texts
-
-    return texts
-
+from .store_texts import exchange_texts
 
 ARRIVAL_TIMEOUT = timedelta(seconds=300)
 """How long a rank waits at most for the others to shard the same module, or to create a process group."""

@@ -28,7 +28,7 @@ from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Plan, Str
 from ..private_torch import hooks_of, memory_of, replace_data
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
-from ..ranks.control import open_control
+from ..ranks.open_control import open_control
 from ..ranks.process_groups import BucketRanks
 from ..runtime.accumulation import Accumulation
 from ..runtime.bucket import Bucket, handle_name

@@ -22,8 +22,8 @@ from ...ir.inspection import statement, statements
 from ...ir.read_schedule import is_communication
 from ...ir.schedule import GATHERS, ISSUES, WAITS
 from ...sizes import human_bytes
+from ..planning.blocks import block_of
 from ..planning.dry_run import DryRun
-from ..planning.fit import block_of
 from ..planning.timeline import Timeline
 from ..step_memory.step_memory import StepMemory
 from ..step_memory.value_memory import shared_slots

@@ -14,58 +14,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.analysis import Analysis, Lifetime
-from ...ir.effects import Effects, effects, is_declared
+from ...ir.analysis import Analysis
+from ...ir.effects import effects, is_declared
 from ...ir.inspection import UNPACKING, args_of, defined_by, is_statement, nbytes_of
 from ...ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 from ...ir.symbols import LEAF
 from ...private_thunder import OBSERVED_COSTS
 from .costs import Allocation, Costs
+from .row import Row, Strides, device_of
 from .symbol_costs import costs
-
-Strides = Mapping[str, tuple[int, ...]]
-"""Strides by name, of values that are not contiguous."""
-
-
-class Row(NamedTuple):
-    """One bound symbol of a step.
-
-    Attributes:
-        bsym: the bound symbol.
-        trace: the index of its trace.
-        position: its schedule position, where those of backward follow those of forward. That of the next row that has one
-            if it has none.
-        effects: its effects.
-        costs: its costs on inputs with the strides that they have.
-        strides: those of its inputs.
-        args: the values that it reads, one for each operand.
-        outs: the values that it defines.
-        copied: the tensors that it copies, without those that are where it needs them, as gradients in a slot are.
-    """
-
-    bsym: BoundSymbol
-    trace: int
-    position: int
-    effects: Effects
-    costs: Costs
-    strides: Strides
-    args: tuple[Lifetime, ...] = ()
-    outs: tuple[Lifetime, ...] = ()
-    copied: tuple[TensorProxy, ...] = ()
-
-
-def device_of(proxy: object) -> str:
-    """Return the type of the device of a value."""
-    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
 
 
 class StepRows(Analysis):

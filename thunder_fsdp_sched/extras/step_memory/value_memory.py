@@ -40,7 +40,7 @@ from ...ir.slots import peak_live_bytes, spans_of
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
 from .costs import PERSISTENT, Allocation, reduced_gradients, unsharded_gradients
-from .rows import Row, device_of
+from .row import Row, device_of
 
 
 def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
