@@ -4,7 +4,7 @@
 Thunder decomposes layer norm, GELU, attention or a loss into prims, and differentiates those. Torch has one kernel for
 each, and another for its gradient, which read and write memory less often, take less time to launch, and save less for
 backward. ``functions`` lists the functions that are kept whole. When Thunder traces a call of one, ``calls`` asks
-``torch_program`` which operators torch runs, and makes symbols of Thunder of them (``symbols``).
+``torch_program`` which operators torch runs, and makes symbols of Thunder of them.
 
 The executor is registered as ``torch_kernels``. On a CPU it claims before Thunder's default executors, and before fusion
 executors, which would have to compile what torch has. On GPUs nobody has measured it beside nvFuser and Thunder's own

@@ -7,7 +7,7 @@ backward. So recomputation is by value, not by module: an operator runs again on
 Operators and inputs are those of forward, so the values have the same bits. Only operators qualify that are known to be
 pure, so none that draws random numbers, writes to an input or communicates; what they return is saved. Regions of
 ``torch.utils.checkpoint`` are recomputed by Thunder, before this pass, and stay as they are; see [Note: One sample] in
-``draw_once``.
+``mends.random_draws``.
 
 [Note: Twice, before and after fusion]
 The pass runs on the joint trace before the fusion executors, so that regions of backward already read parameters that
