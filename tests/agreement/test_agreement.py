@@ -16,7 +16,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
-from thunder_fsdp_sched.ranks import disagreements
+from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.testing import statements
 from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
@@ -338,7 +338,7 @@ def _computing(forward: Forward, **options: Any) -> Any:
 def test_ranks_that_compile_different_computations_raise(rank: int, what: str) -> None:
     model = _computing(DIFFERENT[what][rank])
     expected = coded("ranks.ranks-disagree", "the collectives agree but the computations differ", "PYTHONHASHSEED=0")
-    with mock.patch.object(disagreements, "hash", lambda text: rank, create=True):  # ranks are forked off one process
+    with mock.patch.object(channel, "hash", lambda text: rank, create=True):  # ranks are forked off one process
         with pytest.raises(ScheduleDisagreement, check=expected):
             model(torch.ones(3, 4))
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import operator
 import pickle
 import threading
@@ -32,11 +33,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from ..errors import coded_error
-from ..extensions import load
 from ..private_distributed import host_backend
 from ..private_torch import labelled
 from .all_gather import HostAllGather
+from .messages import first_difference, first_different, first_line, named, sides
 from .process_groups import ProcessGroupRef
 from .rounds import TOKEN, RoundAction, ScheduleDisagreement
 from .store_texts import exchange_texts, publish_text
@@ -161,7 +164,12 @@ class Channel:
             unagreed: what to say instead of the last round, if ranks may have gone different ways since.
         """
         reports = self._exchange_failures(text, self.rounds + (self.pending is not None))
-        return str(load("ranks.disagreements:failures")(self, reports, unagreed, _FAILURE_PATIENCE))
+        others = [rank for rank in self.group.global_ranks if rank != self.global_rank]
+        lines = [f"    rank {rank}: {_brief(rank, reports[rank])}" for rank in others if rank in reports]
+        if silent := [rank for rank in others if rank not in reports]:
+            lines.append(f"    {named(silent)} reported nothing within {_FAILURE_PATIENCE.total_seconds():g} s")
+        agreed = unagreed or (f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else "")
+        return "\n".join([f"{agreed}The other ranks:", *lines])
 
     def _close(self, action: RoundAction, error: RuntimeError) -> ScheduleDisagreement:
         """Find the missing ranks from what the others have published, and close the channel."""
@@ -170,13 +178,40 @@ class Channel:
         self._tokens.close()
         # Others may have failed in a collective before this round, or have settled it and failed in one after it.
         came = self._exchange_failures(action.describe(), self.rounds, self.rounds + 1)
-        self.closed = load("ranks.disagreements:absence")(self, came, waited, error)
+        missing = [rank for rank in self.group.global_ranks if rank not in came]
+        timed_out = "timed out" in str(error).lower()
+        who = f"{named(missing)} did not come" if missing else "the ranks did not come together"
+        when = f"within {waited:.1f} s" if timed_out else "and a connection was closed"
+        causes = "hung, or busy with something else" if timed_out else "or gave no answer in time"
+        absent = f"\n    {named(missing)}: stopped, failed, {causes}" if missing else ""
+        self.closed = (
+            f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} {when}:\n"
+            f"{sides({rank: _brief(rank, text) for rank, text in came.items()})}{absent}\n({first_line(str(error))})"
+        )
         return coded_error(ScheduleDisagreement, "ranks.rank-absent", report=self.closed)
 
     def _disagreement(self, action: RoundAction, tokens: Sequence[bytes]) -> ScheduleDisagreement:
-        """Exchange descriptions, and the details of the first two ranks that differ."""
+        """Exchange descriptions, and the details of the first two ranks that differ; this rank's action is cancelled."""
         of_ranks = dict(zip(self.group.global_ranks, map(TOKEN.unpack, tokens), strict=True))
-        report = load("ranks.disagreements:difference")(self, action, of_ranks, _PATIENCE)
+        different = first_different({rank: ((), same) for rank, (same, *_) in of_ranks.items()})
+        different = different or first_different({rank: (of[1], of[2]) for rank, of in of_ranks.items()})
+        assert different is not None
+        first, other = different
+        details = action.details() if self.global_rank in (first, other) else ()
+        own = json.dumps([action.describe(), list(details), action.advice])
+        action.cancel()
+        texts: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
+            store = self.group.process_group.get_group_store()
+            texts = exchange_texts(store, f"differ/{self.rounds}", self.group.global_ranks, own, _PATIENCE)
+        said = {rank: json.loads(text) for rank, text in (texts | {self.global_rank: own}).items()}
+        lines = {rank: said[rank][0] if rank in said else "(no report)" for rank in self.group.global_ranks}
+        message = f"fsdp: the ranks of process group {self.group.description!r} disagree:\n{sides(lines)}"
+        if lines[first] == lines[other] and first in said and other in said:
+            differs = first_difference(first, said[first][1], other, said[other][1])
+            message += f"\nTheir traces differ in {differs}" if differs else "\n(no line of their traces differs)"
+        advice = {said[rank][2] if rank in said else "" for rank in (first, other)}
+        report = f"{message}\n{advice.pop()}".rstrip() if len(advice) == 1 else message
         return coded_error(ScheduleDisagreement, "ranks.actions-differ", report=report)
 
     def _exchange_failures(self, text: str, *numbers: int) -> dict[int, str]:
@@ -194,10 +229,23 @@ class Channel:
                 reports |= read(_INSTANT if reports else _FAILURE_PATIENCE)
         return reports | {self.global_rank: text}
 
-    def exchange_texts(self, prefix: str, text: str, patience: timedelta) -> dict[int, str]:
-        """Publish a text in the group's store; return those that ranks publish in time, keyed by global rank."""
-        texts: dict[int, str] = {}
-        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
-            store = self.group.process_group.get_group_store()
-            texts = exchange_texts(store, prefix, self.group.global_ranks, text, patience)
-        return texts | {self.global_rank: text}
+    def difference_of_lines(self, first: int, other: int, lines: Sequence[str]) -> str:
+        """Exchange the lines of the ranks ``first`` and ``other``, and return the first that differs.
+
+        A collective: four of gloo's broadcasts, of ceil(log2 W) hops each, and two all-gathers.
+        """
+        texts = {first: [list(lines)], other: [list(lines)]}
+        for rank, text in texts.items():
+            dist.broadcast_object_list(text, rank, group=self.group.process_group)
+        differs = first_difference(first, texts[first][0], other, texts[other][0]) or "(no line differs)"
+        if len(set(self.gather(hash("a string")))) > 1:
+            differs += (
+                "\nIf all ranks run the same code: Python orders sets of strings differently on each of them, and Thunder "
+                "takes the order of einsum's labels from such a set. Start all ranks with PYTHONHASHSEED=0"
+            )
+        return differs
+
+
+def _brief(rank: int, report: str) -> str:
+    """Return the first line of a rank's report, which may begin with the rank."""
+    return first_line(report).removeprefix(f"rank {rank}: ")

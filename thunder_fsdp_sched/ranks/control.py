@@ -83,7 +83,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import coded_error
-from ..extensions import load
 from .process_groups import ProcessGroupRef
 from .rounds import (
     TOKEN,
@@ -367,8 +366,9 @@ class Control:
 
     def difference(self, first: int, other: int, lines: Sequence[str]) -> str:
         """Exchange the lines of two ranks and return the first that differs, on all ranks."""
+        assert self.channel is not None
         with self.doing("the exchange of lines that differ"):
-            return str(load("ranks.disagreements:difference_of_lines")(self.channel, first, other, lines))
+            return self.channel.difference_of_lines(first, other, lines)
 
     def disagreement(self, text: str) -> ScheduleDisagreement:
         """Return the error for something in which the ranks differ."""
