@@ -60,7 +60,7 @@ class RowShard(Shard):
         self, local_tensor: torch.Tensor, mesh: Any, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> torch.Tensor:
         whole = local_tensor.new_empty(self.starts[-1], *local_tensor.shape[1:])
-        gathered: torch.Tensor = load("extras.row_operators.collectives:gather_rows")(
+        gathered: torch.Tensor = load("extras.row_operators:gather_rows")(
             whole, local_tensor, self.starts, mesh.get_group(mesh_dim)
         )
         return gathered.reshape(current_logical_shape)  # a 0-dim tensor has one row

@@ -27,7 +27,7 @@ from ...errors import coded_error
 from ...runtime.row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from ...runtime.row_elements import on_elements
 from ...runtime.rows import Rows
-from .collectives import exchange
+from . import exchange
 
 aten = torch.ops.aten
 
