@@ -55,6 +55,26 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
     return None if found is None else lambda *_: found
 
 
+def unpacks(inst: Any, stack: Any) -> bool:
+    """Unpack a list or tuple of the expected length, if ``inst`` does; return whether it is done.
+
+    Thunder interprets an iterator for it, up to the exception at its end, which takes milliseconds to raise.
+
+    Args:
+        stack: the interpreter's, with the operand.
+    """
+    if inst.opname != "UNPACK_SEQUENCE":
+        return False
+    sequence = stack.getitem_wrapped(-1)
+    if type(sequence.value) not in (list, tuple) or len(sequence.value) != inst.arg:
+        return False
+    stack.pop_wrapped()
+    sequence.track_items()
+    with stack.set_cur_instruction(inst):
+        stack.extend(reversed(sequence.item_wrappers))
+    return True
+
+
 #
 # Attributes and items
 #

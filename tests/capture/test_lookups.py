@@ -179,6 +179,29 @@ def unpacked(item: Any) -> float:
     return total(first, *rest, scale=last)
 
 
+def unpacked_by_name(item: Any) -> float:
+    (a, b), [c, d] = item
+    return ((a * 10 + b) * 10 + c) * 10 + d
+
+
+def unpacked_shape(item: Any) -> float:
+    rows, columns = item.shape
+    return rows * 10 + columns
+
+
+def unpacked_iterators(item: Any) -> float:
+    (a, b), (c, d), (e, _) = item.values(), iter([4.0, 5.0]), "xy"
+    return ((a * 10 + b) * 10 + c) * 10 + d + len(e)
+
+
+def unpacked_copy(item: Any) -> float:
+    values = [*item, 4.0]
+    values[0] = 5.0
+    a, b, _ = values
+    values[1] = 6.0
+    return a * 10 + b + values[1]
+
+
 def in_order(found: float, **factors: float) -> float:
     for number, factor in enumerate(factors.values(), 1):
         found = found * factor + number
@@ -263,6 +286,10 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda item: item(item.keywords["b"]),
     ),
     "unpacked": (lambda: ([1.0, 2.0], 3.0), unpacked),
+    "unpacked by name": (lambda: [(1.0, 2.0), [3.0, 4.0]], unpacked_by_name),
+    "unpacked shape": (lambda: torch.ones(2, 3), unpacked_shape),
+    "unpacked iterators": (lambda: {"a": 2.0, "b": 3.0}, unpacked_iterators),
+    "changed after it was unpacked": (lambda: [2.0, 3.0], unpacked_copy),
     "too few": (lambda: (1.0,), raises(lambda item: [a + b for a, b in [item]], "ValueError")),
     "too many": (lambda: (1.0, 2.0, 3.0), raises(lambda item: [a + b for a, b in [item]], "ValueError")),
     "reversed": (lambda: [1.0, 2.0], lambda item: next(reversed(item))),
@@ -282,7 +309,7 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 SOME = (
     *("own", "method", "super", "slot", "data descriptor", "metaclass", "assigned", "dictionary"),
-    *("keywords in their order", "reversed sequence of Python"),
+    *("keywords in their order", "reversed sequence of Python", "unpacked by name", "unpacked shape"),
 )
 
 
@@ -329,18 +356,24 @@ def test_each_row_finds_what_python_finds() -> None:
         used[getattr(function, "__qualname__", "")] += found is not None
         return found
 
-    with mock.patch.object(input_reads, "direct", counted):
+    def counted_unpacks(inst: Any, stack: Any) -> bool:
+        found = private_lookups.unpacks(inst, stack)
+        used["unpacks"] += found
+        return found
+
+    with mock.patch.multiple(input_reads, direct=counted, unpacks=counted_unpacks):
         outputs, *_ = _compile(tuple(ROWS))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, found, expected in zip(ROWS, outputs, Reading(tuple(ROWS))(X), strict=True):
             torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
     assert used.keys() >= {name for _, name in private_lookups._HELPERS if name in NAMES} | {"getattr", "SequenceIter"}
+    assert used["unpacks"]
 
 
 def test_the_traces_and_checks_are_those_of_interpreted_look_ups() -> None:
     _, *directly = _compile(SOME)
-    with mock.patch.object(input_reads, "direct", lambda *_: None):
+    with mock.patch.multiple(input_reads, direct=lambda *_: None, unpacks=lambda *_: False):
         _, *interpreted = _compile(SOME)
     assert directly == interpreted
 

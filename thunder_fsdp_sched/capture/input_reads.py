@@ -64,7 +64,7 @@ from ..private_interpreter import (
     unique_checks,
     unique_name,
 )
-from ..private_lookups import direct
+from ..private_lookups import direct, unpacks
 from ..private_thunder import fixed_shapes
 from ..private_torch import find_hooks, remove_other_hooks
 from ..runtime.traced_inputs import (
@@ -229,6 +229,8 @@ class InputReads:
             self._note_global(unwrap(state["frame"].globals), inst.argval, state["frame"].code.co_filename)
         if inst.opname == "IS_OP":
             torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
+        if unpacks(inst, stack):
+            return None
         if self._sizes is not None:
             return self._sizes.interpret(interpret, inst, **state)
         return interpret(inst, **state)
