@@ -20,6 +20,7 @@ from .ir.effects import NOTHING, declared
 from .ir.schedule import MAX_REDUCTIONS_IN_FLIGHT, Schedule, StepSchedule
 from .runtime.accumulation import AccumulationMode
 from .runtime.bucket import Bucket
+from .runtime.traced_inputs import TracedInputs
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class CompiledTraces:
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
         traced: the fingerprint of what Thunder has traced (see ``capture.traced_computation``), to find later compilations
             that can share ``differentiated``; ``None`` if none can.
+        inputs: what the program has read from its inputs; ``None`` if the other mode of ``no_sync`` needs another trace.
         shares: the number of the earlier compilation whose joint trace was used again; ``None`` if Thunder differentiated.
         differentiated: the joint trace as Thunder has made it, with one ``fsdp_unshard`` for each parameter.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
@@ -103,6 +105,7 @@ class CompiledTraces:
     choice: Any = None
     parameters: Mapping[str, str] = field(default_factory=dict)
     traced: tuple[Any, ...] | None = None
+    inputs: TracedInputs | None = field(default=None, repr=False, compare=False)
     shares: int | None = None
     differentiated: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
     joint: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
@@ -174,7 +177,7 @@ class CompiledTraces:
             if self.choice is not None and self.no_sync:
                 _ = self.pending_grads  # which later searches ask for
             self._bsyms = [_operands_of(bsym) if declared(bsym) is not NOTHING else None for bsym in self.bsyms]
-            self.traced, self.attached = None, {}
+            self.traced, self.inputs, self.attached = None, None, {}
             for name in _TRACES:
                 delattr(self, name)
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, NoneType
 from typing import Any, TypeVar
@@ -295,60 +295,6 @@ def _is_plain(value: Any) -> bool:
 def cache_info() -> dict[str, Any]:
     """Return the state of torch that the prologues of the compilation check: default dtype, autocast, and so on."""
     return dict(thunder._get_cache_info())
-
-
-class TraceCache(list[Any]):
-    """A list of Thunder's compiled traces of one module, with callbacks around a compilation.
-
-    Thunder tries its entries in reversed order and stops at the first that fits.
-
-    Args:
-        on_miss: called when none fits a call, before Thunder traces.
-        on_entry: called with a new entry before it can run. If it raises an error, the entry is not kept.
-    """
-
-    def __init__(
-        self, entries: Iterable[Any], on_miss: Callable[[], object], on_entry: Callable[[Any], object]
-    ) -> None:
-        super().__init__(entries)
-        self._on_miss, self._on_entry = on_miss, on_entry
-
-    def append(self, entry: Any) -> None:
-        self._on_entry(entry)
-        super().append(entry)
-
-    def __reversed__(self) -> Iterator[Any]:
-        yield from super().__reversed__()
-        self._on_miss()
-
-
-def watch_compilations(
-    model: ThunderModule, on_miss: Callable[[], object], on_entry: Callable[[Any], object]
-) -> Callable[[], object]:
-    """Call ``on_miss`` before Thunder traces ``model`` for new inputs, and ``on_entry`` before the result runs.
-
-    Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
-
-    Thunder notes the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. Without
-    correction all later compilations would be for autocast, so both functions remove what earlier calls have left.
-    """
-    stats = thunder.compile_stats(model)
-    contexts = thunder.compile_data(model).autocast_stack.stack
-    looks_up = thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES)
-
-    def before_trace() -> None:
-        is_noted = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-        while len(contexts) > is_noted:  # the last is that of this call
-            contexts.popleft()
-        on_miss()
-
-    def before_call() -> None:
-        contexts.clear()
-        if not looks_up:
-            on_miss()
-
-    stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace, on_entry)
-    return before_call
 
 
 def saved_objects(node: Any) -> Sequence[Any]:

@@ -6,7 +6,7 @@ parameters into views of them. For each new set of shapes and flags it then call
 ``transform_traces_pre_prologue``, the two ``PassExecutor`` around the fusion executors, and
 ``transform_trace_post_optimization``, with the forward trace and then with the backward trace. They go through the phases of
 ``pipeline``, which also says what happens in between. At last Thunder calls the same hook of later transforms.
-``FSDPTransform._verify_entry`` proves again what they have changed, and the first run of a trace is audited: see
+``FSDPTransform._take_entry`` proves again what they have changed, and the first run of a trace is audited: see
 [Note: The audit] in ``proof.audit``.
 
 Thunder itself may see an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
@@ -19,6 +19,7 @@ import itertools
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ from . import pipeline
 from .capture.input_reads import InputReads
 from .capture.module_calls import trace_module_calls
 from .capture.traced_computation import (
+    can_compile_again,
     defers_autograd,
     fingerprint,
     needs_backward,
@@ -61,6 +63,7 @@ from .logs import Artifacts
 from .options import Options
 from .passes import Context, PassExecutor
 from .plan.specs import Plan
+from .private_cache import Acquired, compile_acquired
 from .private_thunder import quiet_no_sync
 from .proof.audit import Auditor
 from .proof.verify import is_unchanged
@@ -100,6 +103,10 @@ class FSDPTransform(ShardingTransform):
         self.compiled: list[CompiledTraces] = OfCalls()
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
+        self._entries: deque[tuple[Any, CompiledTraces]] = deque(
+            maxlen=RECENT
+        )  # Thunder's, for the other mode of no_sync
+        self._again: CompiledTraces | None = None  # whose trace is being compiled again
         self._executors = (
             PassExecutor(
                 f"fsdp_sched_before_fusion_{id(self)}", lambda joint: self._current.before_fusion(joint), claims=True
@@ -154,7 +161,7 @@ class FSDPTransform(ShardingTransform):
             raise coded_error(ValueError, "module.transform-of-another-module")
         explain_foreign_use(model)
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
-        self._sharded.attach(model, self._verify_entry)
+        self._sharded.attach(model, self._take_entry, self._again_for)
         install_state_dict(model, self._sharded)
         policy = self._sharded.mp_policy
         if policy.param_dtype is not None or policy.output_dtype is not None:
@@ -187,8 +194,11 @@ class FSDPTransform(ShardingTransform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         if self._sharded is None:  # Thunder calls transform_module only if a module is jitted
             raise coded_error(TypeError, "module.function-instead-of-module")
-        assert self._sharded.module_params.has_placeholders, "Thunder has traced the module without asking its cache"
-        self._sharded.module_params.replace_placeholders()
+        if self._again is None:
+            assert self._sharded.module_params.has_placeholders, (
+                "Thunder has traced the module without asking its cache"
+            )
+            self._sharded.module_params.replace_placeholders()
         refuse_foreign_parameters(prologue_trace, self._sharded.module, self._sharded.shards, self._sharded.known())
         no_sync = get_skip_data_parallel_grad_sync()
         self._forget_oldest()
@@ -196,6 +206,7 @@ class FSDPTransform(ShardingTransform):
         self._sharded.progress.log_phase(
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
+        compiles_again = can_compile_again(computation_trace, self)
         original, memory = self._without_alias_updates(computation_trace), MemoryOfInputs()
         if any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(original.bound_symbols)):
             from .mends.write_out_of_place import write_out_of_place  # here, because most programs write nothing
@@ -212,6 +223,8 @@ class FSDPTransform(ShardingTransform):
             )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         compilation.context.memory_of_inputs = memory
+        if compiles_again and (inputs := compilation.context.inputs) is not None and not inputs.assigned:
+            compilation.traces.inputs = inputs
         mark_constants(computation_trace.bound_symbols)
         compilation.context.computation = computation_trace
         if epilogue_trace is not None:
@@ -240,7 +253,25 @@ class FSDPTransform(ShardingTransform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         return self._current.schedule(computation_trace)
 
-    def _verify_entry(self, entry: Any) -> None:
+    def _again_for(self, model: ThunderModule, entry: Any) -> Callable[[], Any] | None:
+        """Return what compiles the trace of an entry of Thunder's cache for the present mode, if it is for the other one."""
+        compiled = next((compiled for known, compiled in self._entries if known is entry), None)
+        acquired = Acquired.of(entry)
+        if compiled is None or compiled.traced is None or acquired is None:
+            return None
+        if compiled.no_sync is get_skip_data_parallel_grad_sync():
+            return None
+
+        def compile_again() -> Any:
+            self._again = compiled
+            try:
+                return compile_acquired(model, acquired)
+            finally:
+                self._again = None
+
+        return compile_again
+
+    def _take_entry(self, entry: Any) -> None:
         """Prove the traces that run, which other transforms may have changed since, and audit their first runs."""
         programs = [(entry.computation_fn, entry.computation_traces[-1])]
         if entry.backward_fn is not None:
@@ -248,6 +279,8 @@ class FSDPTransform(ShardingTransform):
         self._current.verify_again([trace for _, trace in programs])
         if self.options.debug.audit:
             self._current.audit(programs)
+        if self._current.traces.inputs is not None:
+            self._entries.append((entry, self._current.traces))
 
     def finish(self, compiled: CompiledTraces) -> None:
         """Take the traces of a compilation that has finished."""
@@ -314,7 +347,7 @@ class Compilation:
             ),
             no_sync,
             Artifacts(self.sharded.control.number, self.traces.number),
-            transform._reads.take(),
+            transform._reads.take() if transform._again is None else transform._again.inputs,
             executors=executors,
             fusions=[e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
         )
@@ -326,7 +359,7 @@ class Compilation:
         if changing and get_cache_option() is CACHE_OPTIONS.NO_CACHING:
             raise coded_error(ValueError, "trace.no-caching-with-later-transform", transform=type(changing[0]).__name__)
         self._pending_grads = NO_PENDING_GRADS
-        self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
+        self._same = transform._again  # an earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
 
     def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
@@ -344,7 +377,7 @@ class Compilation:
             if getattr(value, "name", None) in unpacked
         }
         self.context.computation = computation
-        if self.options.debug.differentiate_once:
+        if self._same is None and self.options.debug.differentiate_once:
             traces.traced = fingerprint(computation, traces.parameters, transform)
             equal = (e for e in transform.compiled if e.traced is not None and e.traced == traces.traced)
             self._same = next(equal, None)

@@ -6,7 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from thunder_fsdp_sched import CompiledTraces, Debug, fsdp
+from thunder_fsdp_sched.logs import following_stages
 
+import pytest
 import thunder
 import torch
 from beside import Beside
@@ -31,6 +33,14 @@ class Program(Stack):
 
 def _train(in_full: bool) -> tuple[list[CompiledTraces], list[list[str]], list[torch.Tensor]]:
     """Call one model in many modes; return what was compiled, the texts of traces, and all outputs and gradients."""
+    stages: list[str] = []
+    with following_stages(stages.append):
+        found = _train_in_many_modes(in_full)
+    assert stages.count("tracing") == len(SHARES) - (0 if in_full else TRACED_BEFORE)
+    return found
+
+
+def _train_in_many_modes(in_full: bool) -> tuple[list[CompiledTraces], list[list[str]], list[torch.Tensor]]:
     global OFFSET
     torch.manual_seed(0)
     model = Program().double()
@@ -81,6 +91,9 @@ def _train(in_full: bool) -> tuple[list[CompiledTraces], list[list[str]], list[t
 SHARES = [None, None, 0, 0, None, None, None, None, 7, None, None]
 """The compilation whose joint trace each compilation of ``_train`` shares."""
 
+TRACED_BEFORE = 2
+"""How many of them differ in ``no_sync`` alone, so that Thunder need not trace again."""
+
 
 def test_modes_share_a_joint_trace_only_if_they_compute_the_same(one_rank: None) -> None:
     compiled, texts, found = _train(in_full=False)
@@ -96,6 +109,18 @@ def test_modes_share_a_joint_trace_only_if_they_compute_the_same(one_rank: None)
 
 def text(trace: Any) -> str:
     return with_numbered_names(str(trace))
+
+
+def test_other_values_in_the_other_mode_are_traced_again(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    transform = fsdp()
+    model, x, stages = thunder.jit(Program().double().eval(), transforms=[transform]), torch.randn(6, 4), list[str]()
+    with following_stages(stages.append):
+        expected = model(x)
+        monkeypatch.setitem(globals(), "OFFSET", 5.0)
+        with model.no_sync():
+            torch.testing.assert_close(model(x), expected + 3)
+    assert stages.count("tracing") == 2
+    assert [compiled.shares for compiled in transform.compiled] == [None, None]
 
 
 def test_a_model_that_replaces_a_buffer_is_compiled_in_full(one_rank: None) -> None:

@@ -12,6 +12,11 @@ of compiling. So the joint trace of an earlier compilation, as our passes have f
 3. If an earlier compilation has an equal one, Thunder goes on with a trace that has the same arguments and computes
    nothing (``without_computation``), and ``PassExecutor`` replaces it by the earlier joint trace.
 
+For the other mode of ``no_sync`` the first two steps are left out. If the inputs fit an earlier compilation but for that
+mode, tracing would find the same again. So Thunder compiles what it has traced then, as another entry of its cache
+(``private_cache.TraceCache``). This needs a fingerprint, traces that are not forgotten yet, and a program that changes no
+tensor or attribute in place and has no leaf module (``can_compile_again``).
+
 The prologue and the epilogue are those of the new mode; they pass values by position. A computation without a fingerprint
 is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
 of proxies that are not known here, or with other transforms that would see the trace in between. So is one that replaces
@@ -34,6 +39,8 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
+from ..ir.inspection import nested
+from ..ir.symbols import LEAF
 from ..kernels.executor import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
@@ -68,6 +75,19 @@ def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Trans
         [list(data.executors_list), dict(data.compile_options), cache_info(), attention_backends()],
     )
     return None if structure is None else (IdentityKey(weakref.ref(data)), *structure.key)
+
+
+def can_compile_again(trace: TraceCtx, transform: Transform) -> bool:
+    """Return whether what Thunder has traced can be compiled again for another mode, because compiling does not change it.
+
+    Args:
+        trace: the computation, before any transform has seen it.
+        transform: the transform that sees the trace now.
+    """
+    data = get_compile_data()
+    if data is None or not data.transforms or data.transforms[0] is not transform:
+        return False
+    return not any(bsym.sym.name == LEAF or bsym.sym.id is PrimIDs.COPY_ for bsym in nested(trace.bound_symbols))
 
 
 def defers_autograd(transform: Transform) -> bool:

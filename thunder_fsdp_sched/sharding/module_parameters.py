@@ -7,7 +7,7 @@ optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_
 replaced parameter is an error: see [Note: Former parameters]. Thunder's prologue reads the new objects.
 
 Thunder traces with the shapes in the module, which must then be whole. So during tracing, *placeholders* on the meta
-device replace the shards. They are inserted after a miss in Thunder's cache (``private_thunder.watch_compilations``), and
+device replace the shards. They are inserted after a miss in Thunder's cache (``private_cache.watch_compilations``), and
 removed when the first transform receives the trace, or when tracing has failed. ``eager`` also uses them, for
 parameters that are not gathered. ``unsharded`` replaces shards by *whole* parameters. Both are *stand-ins* of shards.
 Lists, tuples and dicts of the module that hold parameters hold the same ones.

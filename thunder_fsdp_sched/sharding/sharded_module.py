@@ -29,7 +29,8 @@ from ..errors import coded_error
 from ..extensions import load
 from ..logs import Progress
 from ..plan.specs import BucketSpec, Plan
-from ..private_thunder import extend_calls, repeated, watch_compilations
+from ..private_cache import watch_compilations
+from ..private_thunder import extend_calls, repeated
 from ..private_torch import state_name, unwrap_fabric
 from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
@@ -115,11 +116,17 @@ class ShardedModule:
         for bucket, spec in zip(self.buckets, self.plan, strict=True):
             bucket.spec = spec
 
-    def attach(self, model: ThunderModule, on_entry: Callable[[Any], object]) -> None:
+    def attach(
+        self,
+        model: ThunderModule,
+        on_entry: Callable[[Any], object],
+        again: Callable[[ThunderModule, Any], Callable[[], Any] | None],
+    ) -> None:
         """Make ``model`` use the shards, in its prologue and in ``parameters()``.
 
         Args:
             on_entry: called with each entry of Thunder's cache before it can run.
+            again: returns what compiles an entry's trace for the present mode of ``no_sync``; ``None`` if nothing does.
         """
         self._model = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
@@ -131,15 +138,27 @@ class ShardedModule:
         reference = weakref.ref(model)
 
         def before_trace() -> None:
-            self._is_starting = self._is_tracing = True
-            self.before_trace(reference)
+            self._before_compiling(reference(), "tracing the module for new inputs", stage="tracing")
+            self.module_params.replace_shards(self.module_params.placeholders)
+
+        def compiles_again(entry: Any) -> Callable[[], Any] | None:
+            jitted = reference()
+            compile_entry = None if jitted is None else again(jitted, entry)
+            if compile_entry is None:
+                return None
+
+            def compile_again() -> Any:
+                self._before_compiling(jitted, "compiling what is traced already", stage="differentiating")
+                return compile_entry()
+
+            return compile_again
 
         def after_trace(entry: Any) -> None:
             on_entry(entry)
             self._is_starting = self._is_tracing = False
             self.leaves.obstacle = None  # the program has handled the exception itself
 
-        install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace)
+        install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace, compiles_again)
 
         def before_call() -> None:
             begin_work()
@@ -184,14 +203,14 @@ class ShardedModule:
         extend_calls(model, before_call, self._adds_leaf)
         model.register_forward_hook(after_call, always_call=True)
 
-    def before_trace(self, model: weakref.ref[ThunderModule]) -> None:
-        """Check the module and replace its parameters with placeholders of whole shape, before Thunder traces ``model``."""
-        if (jitted := model()) is not None:
+    def _before_compiling(self, jitted: ThunderModule | None, text: str, *, stage: str) -> None:
+        """Check the module, and begin a compilation."""
+        self._is_starting = self._is_tracing = True
+        if jitted is not None:
             refuse_conflicts(jitted)
         refuse_backward_hooks(self.module)
         self.check_ready()
-        self.progress.begin("tracing the module for new inputs", stage="tracing")
-        self.module_params.replace_shards(self.module_params.placeholders)
+        self.progress.begin(text, stage=stage)
         self._collects_less.begin()
 
     def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
