@@ -67,7 +67,7 @@ def test_thresholds_are_raised_while_a_model_compiles(calls: bool, fails: bool, 
             thunder.jit(Noting(fails), transforms=[fsdp()])(X)
         else:
             compile_without_a_call(Noting(fails))
-    assert gc.get_threshold() == (500, 7, 8) and SEEN[0][0] > 10_000 and SEEN[0][1:] == (7, 8)
+    assert gc.get_threshold() == (500, 7, 8) and min(SEEN[0][:2]) > 10_000 and SEEN[0][2] == 8
 
 
 def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
