@@ -17,7 +17,7 @@ Everything else is unknown: all outputs may alias all tensor inputs, and it is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -322,8 +322,10 @@ def _either(a: Facts, b: Facts) -> Facts:
 class Aliases:
     """The views in the part of a trace so far: for any value, the values whose memory it may share."""
 
-    def __init__(self) -> None:
+    def __init__(self, bsyms: Iterable[BoundSymbol] = ()) -> None:
         self._roots: dict[str, frozenset[str]] = {}
+        for bsym in bsyms:
+            self.add(bsym)
 
     def add(self, bsym: BoundSymbol) -> None:
         """Record the next bound symbol in trace order."""

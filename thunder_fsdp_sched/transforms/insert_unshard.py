@@ -74,6 +74,8 @@ def insert_unshard(
     copied_by: dict[str, str] = {}  # that operator, by the name of the clone
     aliases = Aliases()
     model_aliases = Aliases()  # those of the original model, without our clones
+    views: set[str] = set()  # values that may share memory with a parameter
+    seen: list[BoundSymbol] = []
 
     def unshard(argument: str) -> None:
         if argument in arguments and argument not in unsharded:
@@ -81,6 +83,7 @@ def insert_unshard(
             full = fsdp_unshard(bucket, index, tied[location][0])
             unsharded.update({arg.name: full for arg in tied[location]})
             names[full.name] = parameters[argument]
+            views.add(full.name)
             if (before := bucket.spec.params[index].strided) is not None:
                 strided[full.name] = before
             from_params.add(full.name)
@@ -104,16 +107,24 @@ def insert_unshard(
             swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
             bsym = bsym.from_bsym_swap_proxies(copies, skip_output=True) if copies else bsym
-            aliases.add(bsym)
-            model_aliases.add(bsym)
-            _refuse_in_place(bsym, model_aliases, names, copied)
-            _refuse_by_position(bsym, aliases, names, strided, copied_by)
+            seen.append(bsym)
+            # Facts of operators take long to find, and no other operator can return a view of a parameter, or write to one.
+            if copies or not views.isdisjoint(args_of(bsym)):
+                aliases.add(bsym)
+                model_aliases.add(bsym)
+                _refuse_in_place(bsym, model_aliases, names, copied)
+                _refuse_by_position(bsym, aliases, names, strided, copied_by)
+                views.update(out for out in outs_of(bsym) if model_aliases.roots(out) & names.keys())
             new.bound_symbols.append(bsym)
             if _reads_only(bsym, from_params):
                 from_params.update(outs_of(bsym))
             elif not bsym.subsymbols and not isinstance(bsym.sym.id, PrimIDs):
                 for out in bsym.flat_proxy_outs:
                     if isinstance(out, TensorProxy) and aliases.roots(out.name) & names.keys():
+                        if (
+                            not copies
+                        ):  # the operator may also return a view of an activation, so those count from here on
+                            aliases, model_aliases = Aliases(seen), Aliases(seen)
                         copies[variableify(out)] = copy = ltorch.clone(out)
                         model_aliases.link(copy.name, out.name)
                         copied_by[copy.name] = bsym.sym.name
@@ -126,7 +137,7 @@ def insert_unshard(
 
 def _reads_only(bsym: BoundSymbol, values: Collection[str]) -> bool:
     """Return whether ``bsym`` can be recomputed from these values."""
-    return is_pure(bsym) and all(p.name in values for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
+    return all(p.name in values for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)) and is_pure(bsym)
 
 
 def _refuse_in_place(
