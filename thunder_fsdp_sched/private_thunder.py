@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dataclasses
 import functools
 import inspect
 import linecache
@@ -165,8 +164,6 @@ EFFECTS, COSTS, OBSERVED_COSTS = "_fsdp_effects", "_fsdp_costs", "_fsdp_observed
 NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
 """Attributes of a bound symbol for the names of its arguments, and for its results that are no arguments."""
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(BoundSymbol))
-
 _OF_ARGS = (
     *("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args"),
     *("_var_args", "_var_kwargs", "are_all_args_constant", NAMES_OF_ARGS),
@@ -202,27 +199,28 @@ class CachingBoundSymbol(BoundSymbol):
 
     def from_bsym(self, **changes: Any) -> CachingBoundSymbol:
         """Return a copy with some fields changed, as Thunder's method does."""
-        known = vars(self)
         new = object.__new__(type(self))
         state = new.__dict__
-        state.update({name: known[name] for name in _FIELDS})
+        state.update(vars(self))  # all that is cached, too; what does not hold for the copy is removed below
         state.update(changes, _line_no=None)
-        is_same_symbol = state["sym"] is self.sym
-        state["_prints_itself"] = self._prints_itself and is_same_symbol
         state["tags"] = changes["tags"] if "tags" in changes else self.tags.copy()
         state["args"] = tuple(state["args"])
+        is_same_symbol = state["sym"] is self.sym
+        state["_prints_itself"] = self._prints_itself and is_same_symbol
         keeps_args = _is_same(state["args"], self.args) and state["kwargs"] is self.kwargs
         keeps_output = _is_same(state["output"], self.output)
-        copied: Sequence[str] = ()
-        if keeps_args:
-            copied = (*copied, *_OF_ARGS)
-        if keeps_output:
-            copied = (*copied, *_OF_OUTPUT)
-        if keeps_args and keeps_output and is_same_symbol:
-            copied = (*copied, "_is_plain", DEFINED)
-            if self._is_same_operator(new):
-                copied = (*copied, *FACTS, EFFECTS, COSTS, OBSERVED_COSTS)
-        state.update({name: known[name] for name in copied if name in known})
+        keeps_operands = keeps_args and keeps_output and is_same_symbol
+        lost = ["_hash", "rhs"]
+        if not keeps_args:
+            lost += _OF_ARGS
+        if not keeps_output:
+            lost += _OF_OUTPUT
+        if not keeps_operands:
+            lost += ("_is_plain", DEFINED)
+        if not (keeps_operands and self._is_same_operator(new)):
+            lost += (*FACTS, EFFECTS, COSTS, OBSERVED_COSTS)
+        for name in lost:
+            state.pop(name, None)
         if new.sym._bind_postprocess:
             new.sym._bind_postprocess(new)
         return new

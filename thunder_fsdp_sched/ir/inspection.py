@@ -46,6 +46,8 @@ def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
 
 def defined_by(bsym: BoundSymbol) -> tuple[Proxy, ...]:
     """Return the proxies that ``bsym`` defines: its outputs, except those that are also inputs."""
+    if bsym.output is None:
+        return ()
     known = bsym.__dict__
     defined: tuple[Proxy, ...] | None = known.get(DEFINED)
     if defined is None:
