@@ -29,10 +29,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, NoneType
 from typing import Any
 
 import torch
@@ -44,13 +43,12 @@ from thunder.core.interpreter import (
     WrappedValue,
     do_raise,
     get_interpretercompilectx,
-    get_interpreterruntimectx,
     interpretercompilectx,
     is_opaque,
     unwrap,
     wrap_const,
 )
-from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
+from thunder.core.jit_ext import get_jit_ctx, should_register_for_prologue
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
@@ -73,8 +71,6 @@ from ..runtime.traced_inputs import (
     EQUAL,
     HAS,
     IS,
-    KEYS,
-    LENGTH,
     TYPE,
     Check,
     Condition,
@@ -93,9 +89,9 @@ from .changing_values import (
     set_default,
 )
 from .containers import Containers
+from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_checked, may_differ
 from .leaves import CALLS, Leaves
-from .module_members import OF_MODULES
-from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths
+from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
 from .refusals import collect_refusals, is_of_program, refusal
 from .unsupported import unsupported_call
 
@@ -127,7 +123,7 @@ class InputReads:
                 return call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
-        self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
+        self._trace, self._checks, self._paths = context.computation_trace, {}, ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
         self._conditions, self._depth, self._links = list[Condition](), 0, Links()
         # The first module that has an object, by the identity of the object's provenance.
@@ -329,7 +325,7 @@ class InputReads:
             return result
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             plain, key = source.original_value if is_tensor else unwrap(source), unwrap(name)
-            if not isinstance(plain, Proxy) and isinstance(key, str) and _may_differ((*path, (ATTRIBUTE, key))):
+            if not isinstance(plain, Proxy) and isinstance(key, str) and may_differ((*path, (ATTRIBUTE, key))):
                 self._checks.setdefault((*path, (HAS, key)), (IS, hasattr(plain, key)))
         return result
 
@@ -360,7 +356,7 @@ class InputReads:
                 self._unknown = UnknownNumbers()
             self._unknown.note(plain, provenance)
             return
-        if isinstance(plain, _IGNORED) and not is_number:
+        if isinstance(plain, IGNORED) and not is_number:
             return
         if isinstance(plain, bool) and self._unknown is not None:
             self._unknown.check_identity(provenance)
@@ -375,7 +371,7 @@ class InputReads:
             self._checks[path] = TYPE, type(plain.value)
             return
         self._iterators.note(plain)
-        checked = _CHECKED_BY_THUNDER if self._sizes is None else torch.device
+        checked = CHECKED_BY_THUNDER if self._sizes is None else torch.device
         if isinstance(plain, checked) and should_register_for_prologue(provenance):
             return
         self._add(path, plain)
@@ -383,7 +379,7 @@ class InputReads:
     def _note_global(self, variables: dict[str, Any], name: str, filename: str) -> None:
         """Note what the program reads from its globals and no other check covers; a global may also shadow a builtin."""
         value = variables.get(name)
-        if (isinstance(value, bool) or not isinstance(value, _COMPARED)) and is_of_program(filename):
+        if (isinstance(value, bool) or not isinstance(value, COMPARED)) and is_of_program(filename):
             self._links.add(variables, name)
 
     def _note_shared(self, source: WrappedValue, name: WrappedValue, value: WrappedValue) -> None:
@@ -395,81 +391,12 @@ class InputReads:
                 self._links.add_same(vars(owner), key, first, first_key)
 
     def _add(self, path: Path, value: Any) -> None:
-        owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
-        is_method = owner is not None and not isinstance(owner, (torch.nn.Module, ModuleType))  # of which builtins are
-        is_item = path[-1][0] == ITEM and path[:-1] in self._checks
-        is_state = _is_state_of_program(path, value) or (isinstance(value, _CODE) and is_item)
-        if not (is_method or isinstance(value, _IGNORED)) and (is_state or _may_differ(path)):
-            self._checks.setdefault(path, _check_of(value))
+        if is_checked(path, value, self._checks):
+            self._checks.setdefault(path, check_of(value))
             self._containers.note(path, value)
 
 
-class _ConcretePaths(Paths):
-    """Paths in which a key that the program has computed is the key: all that it is computed from is checked as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: dict[int, tuple[ProvenanceRecord, Any]] = {}  # by the identity of their provenance
-
-    def _find(self, provenance: ProvenanceRecord) -> Path | None:
-        if provenance.ext_flag & EXT_FLAG_IS_TENSOR_PROXY:  # Thunder checks shapes and dtypes
-            return None
-        return super()._find(provenance)
-
-    def of_tensor(self, provenance: ProvenanceRecord) -> Path | None:
-        """Return the path of a tensor, whose attributes Thunder does not check."""
-        return super()._find(provenance)
-
-    def key_of(self, provenance: ProvenanceRecord) -> Any:
-        if provenance.inst is PseudoInst.CONSTANT:
-            return super().key_of(provenance)
-        return self.keys.get(id(provenance), (None, COMPUTED))[1]
-
-
-_STATE = (list, dict, set, deque, tuple, range, frozenset, bytes, str)
-_CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
-_COMPARED = (*_CHECKED_BY_THUNDER, *_STATE, torch.Tensor, torch.nn.Module)
-_IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
-_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
 _CONSTANTS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, enum.Enum)
 _ROOTS = (FUNCTION, *INPUTS)
-_BY_EQUALITY: tuple[type, ...] = (
-    *(bool, int, float, complex, str, bytes, range, set, frozenset, slice, MethodType),
-    *(torch.dtype, torch.layout, torch.memory_format, torch.device),
-)
-
-
-def _check_of(value: Any) -> Check:
-    if isinstance(value, (*_CODE, NoneType, enum.Enum)):
-        return IS, value
-    if isinstance(value, _BY_EQUALITY):
-        return EQUAL, value if not isinstance(value, set) else set(value)
-    if isinstance(value, (list, tuple)):
-        return LENGTH, (type(value), len(value))
-    if isinstance(value, dict):
-        return KEYS, (type(value), tuple(value))
-    return TYPE, type(value)
-
-
-def _is_state_of_program(path: Path, value: Any) -> bool:
-    """Return whether a value is plain, and from the closure or the globals of a function that belongs to no library."""
-    if not isinstance(value, _STATE) or str(path[-1][1]).startswith("__"):  # such as __builtins__
-        return False
-    frame = get_interpreterruntimectx().frame_stack[-1]
-    if not is_of_program(frame.code.co_filename):
-        return False
-    if GLOBALS not in path:
-        return (ATTRIBUTE, "__closure__") in path
-    owner = unwrap(frame.globals).get(path[path.index(GLOBALS) + 1][1])
-    return not isinstance(owner, ModuleType) or is_of_program(getattr(owner, "__file__", None) or "<builtin>")
-
-
-def _may_differ(path: Path) -> bool:
-    """Return whether a value at a path belongs to an object, and may differ in the next call."""
-    if len(path) == 1 or any(kind == ATTRIBUTE and str(key).startswith("__") for kind, key in path[1:]):
-        return False
-    (source_kind, source), (kind, key) = path[-2] if len(path) > 2 else (ITEM, None), path[-1]
-    is_part = (kind == ATTRIBUTE and key in OF_MODULES) or (source_kind == ATTRIBUTE and source in OF_MODULES)
-    return not is_part or source == "_buffers"

@@ -6,6 +6,7 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
+from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY
 
 from .keys import IdentityKey
 
@@ -67,6 +68,28 @@ class Paths:
         """Return the key of this provenance; ``COMPUTED`` if it is not a constant of the program."""
         value = provenance.value
         return value if provenance.inst is PseudoInst.CONSTANT and is_hashable(value) else COMPUTED
+
+
+class ConcretePaths(Paths):
+    """Paths in which a key that the program has computed is the key: all that it is computed from is checked as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, tuple[ProvenanceRecord, Any]] = {}  # by the identity of their provenance
+
+    def _find(self, provenance: ProvenanceRecord) -> Path | None:
+        if provenance.ext_flag & EXT_FLAG_IS_TENSOR_PROXY:  # Thunder checks shapes and dtypes
+            return None
+        return super()._find(provenance)
+
+    def of_tensor(self, provenance: ProvenanceRecord) -> Path | None:
+        """Return the path of a tensor, whose attributes Thunder does not check."""
+        return super()._find(provenance)
+
+    def key_of(self, provenance: ProvenanceRecord) -> Any:
+        if provenance.inst is PseudoInst.CONSTANT:
+            return super().key_of(provenance)
+        return self.keys.get(id(provenance), (None, COMPUTED))[1]
 
 
 _MEMBERS = (GetSetDescriptorType, MemberDescriptorType)
