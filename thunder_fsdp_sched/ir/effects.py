@@ -262,7 +262,11 @@ def effects(bsym: BoundSymbol) -> Effects:
     if known_effects is None:
         facts = facts_of(bsym)
         writes = facts.writes if facts.known else frozenset(args_of(bsym))
-        known_effects = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
+        communicating = communicates(bsym)
+        known_effects = NOTHING  # of most operators
+        if facts.aliases or writes or communicating:
+            known_effects = Effects(aliases=facts.aliases, writes=writes, communicates=communicating)
+        known[EFFECTS] = known_effects
     return known_effects
 
 

@@ -124,6 +124,8 @@ def share_facts(bsym: BoundSymbol, other: BoundSymbol, names: Mapping[str, Proxy
 
 
 def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
+    if not (facts.aliases or facts.writes or facts.by_position):
+        return facts
     return Facts(
         {names[out].name: tuple(names[name].name for name in read) for out, read in facts.aliases.items()},
         facts.pure,
