@@ -88,6 +88,31 @@ def test_outputs_of_unknown_operators_are_copied_out_of_the_slot() -> None:
     train_and_check_what_is_saved(run, steps=2)
 
 
+def mixed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("which of its inputs it returns a view of cannot be observed")
+
+
+def cleared(x: torch.Tensor) -> torch.Tensor:
+    return x.zero_().clone()
+
+
+@on_ranks()
+def test_what_an_unknown_operator_may_have_returned_is_not_changed_through_an_earlier_view() -> None:
+    executor = thunder.extend.OperatorExecutor("mixed")
+    thunder.extend.register_executor(executor)
+    for function, meta in ((mixed, lambda x, w: TensorProxy(like=w)), (cleared, lambda x: TensorProxy(like=x))):
+        executor.register_operator(f"{function.__name__}_of", meta=meta, fn=function, replaces=function)
+
+    class Clears(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            view = x[1:]
+            return mixed(x, self.blocks[0].weight).sum() + cleared(view).sum()
+
+    jitted = thunder.jit(Clears(), transforms=[fsdp()], executors=[executor, *thunder.get_default_executors()])
+    with pytest.raises(NotImplementedError, check=coded("module.changes-possible-view-in-place", "cleared", "mixed")):
+        jitted(torch.ones(4, 4))
+
+
 #
 # In-place operators
 #
