@@ -14,8 +14,8 @@ of compiling. So the joint trace of an earlier compilation, as our passes have f
 
 For the other mode of ``no_sync`` the first two steps are left out. If the inputs fit an earlier compilation but for that
 mode, tracing would find the same again. So Thunder compiles what it has traced then, as another entry of its cache
-(``private_cache.TraceCache``). This needs a fingerprint, traces that are not forgotten yet, and a program that changes no
-tensor or attribute in place and has no leaf module (``can_compile_again``).
+(``private_cache.TraceCache``). This needs a fingerprint, traces that are not forgotten yet, and a program that neither
+changes a tensor in place nor assigns constants to attributes (``can_compile_again``).
 
 The prologue and the epilogue are those of the new mode; they pass values by position. A computation without a fingerprint
 is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
@@ -40,7 +40,6 @@ from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
 from ..ir.inspection import nested
-from ..ir.symbols import LEAF
 from ..kernels.executor import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
@@ -87,7 +86,7 @@ def can_compile_again(trace: TraceCtx, transform: Transform) -> bool:
     data = get_compile_data()
     if data is None or not data.transforms or data.transforms[0] is not transform:
         return False
-    return not any(bsym.sym.name == LEAF or bsym.sym.id is PrimIDs.COPY_ for bsym in nested(trace.bound_symbols))
+    return not any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(trace.bound_symbols))
 
 
 def defers_autograd(transform: Transform) -> bool:
