@@ -31,7 +31,9 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
+    SequenceIter,
     WrappedValue,
+    do_raise,
     get_interpretercompilectx,
     wrap_attribute,
     wrap_const,
@@ -189,6 +191,15 @@ def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: Wrap
     return call_interpreted(called, *bound.item_wrappers, *args, **{**keywords, **kwargs})
 
 
+def _end(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
+    """Choose the exception at the end of Thunder's iterator over a list or tuple: each frame that it passes takes 5 ms."""
+    iterator = args[0]
+    if type(iterator.value) is not SequenceIter or attribute(iterator, "is_reversed").value:
+        return None
+    is_left = attribute(iterator, "next_pos").value < len(attribute(iterator, "s").value)
+    return None if is_left else lambda *_: do_raise(StopIteration())
+
+
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
     """Choose the operator of a tensor, which returns a tensor or raises an error, whatever the other operand is."""
     method = getattr(TensorProxy, args[2].value, None) if type(args[0].value) is TensorProxy else None
@@ -222,6 +233,8 @@ _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "_contains_op_handler.<locals>.impl"): _of_container("__contains__", *_CONTAINERS),
     (_INTERPRETER, "_len_lookaside.<locals>.impl"): _of_container("__len__", *_CONTAINERS, OrderedDict),
     (_INTERPRETER, "_iter_lookaside.<locals>.nosentinel_impl"): _of_container("__iter__", list, tuple),
+    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _end,
+    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _end,
     (_INTERPRETER, "_list_extend_handler.<locals>.<lambda>"): _of_container("extend", list),
     (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): _update,
     (_INTERPRETER, "_call_dispatch.<locals>._impl"): _of_type(MethodType, _call_method),
