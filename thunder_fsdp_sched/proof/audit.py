@@ -65,11 +65,15 @@ def stepwise(program: Callable[..., Any], trace: TraceCtx, stops: Mapping[int, S
     places = _places(trace, function.body)
     names = {places[position]: (position, values) for position, values in stops.items()}
     names[len(function.body) - 1] = RETURN, ()
+    yields = "".join(
+        f"yield {at}\nyield ({''.join(f'{name}, ' for name in values)})\n" for at, values in names.values()
+    )
+    parsed = iter(ast.parse(yields).body)
+    around = dict(zip(names, zip(parsed, parsed, strict=True), strict=True))
     body: list[ast.stmt] = []
     for place, step in enumerate(function.body):
-        if place in names:
-            position, values = names[place]
-            before, after = ast.parse(f"yield {position}\nyield ({''.join(f'{name}, ' for name in values)})").body
+        if place in around:
+            before, after = around[place]
             body += [before, step, after]
         else:
             body.append(step)
