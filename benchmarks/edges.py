@@ -21,6 +21,7 @@ from thunder_fsdp_sched.extras.planning.simulate import _Streams
 from thunder_fsdp_sched.extras.planning.timeline import Interval
 from thunder_fsdp_sched.extras.step_memory.rows import StepRows
 from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.extras.training.overlap_step import StepPiece, in_order
 from thunder_fsdp_sched.ir.effects import Effects, Issue, Wait, effects
 from thunder_fsdp_sched.ir.inspection import is_statement
 from thunder_fsdp_sched.runtime.bucket import Bucket
@@ -70,24 +71,22 @@ class Steps(_Streams):
         for row in self.rows.rows:
             self.run(row, row.position)
         self.early.clear()
-        of_name = {bucket.spec.name: bucket for bucket in self.nbytes if bucket is not None}
-        late = {of_name[flight.bucket]: flight for flight in self.late}
-        self.late.clear()
-        arrived = [bucket for bucket in of_name.values() if bucket not in late]
-        gathered = {issue.bucket for issue in self.first} if self.is_early else set()
-        last = [bucket for bucket in arrived if gathered and bucket not in gathered]
-        last = last[: len(last) // 2] if late else last
-        self._update([bucket for bucket in arrived if bucket not in last])
-        for bucket, flight in late.items():
-            self.compute = max(self.compute, flight.end)
-            self._update([bucket])
-        if self.is_early:
-            for issue in self.first:
+        late = {flight.bucket: number for number, flight in enumerate(self.late)}
+        gathers = list(self.first) if self.is_early else []
+        pieces = [StepPiece(late.get(bucket.spec.name), bucket) for bucket in self.nbytes]
+        written: list[Bucket | None] = []
+        for part in in_order(pieces, {issue.bucket for issue in gathers}):
+            for number in (piece.late for piece in part if piece.late is not None):
+                self.compute = max(self.compute, self.late[number].end)
+            self._update([piece.bucket for piece in part])
+            written += [piece.bucket for piece in part]
+            while gathers and gathers[0].bucket in written:
+                issue = gathers.pop(0)
                 self._issue(issue, ("", 0, 0))
                 self.early[issue.future] = self.flights[issue.future]
-        self._update(last)
+        self.late.clear()
 
-    def _update(self, buckets: Sequence[Bucket]) -> None:
+    def _update(self, buckets: Sequence[Bucket | None]) -> None:
         seconds = self.optimizer * sum(self.nbytes[bucket] for bucket in buckets) / sum(self.nbytes.values())
         self.compute = max(self.host, self.compute) + seconds
         self.compute_seconds += seconds

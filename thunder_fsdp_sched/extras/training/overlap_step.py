@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from ...sharding.plain_steps import CUT, PlainGradient, is_elementwise, with_gra
 from ...sharding.sharded_module import find_sharding
 from ...transform import FSDPTransform
 from .early_gathers import EarlyGathers, EarlyStep
-from .late_gradients import Deferral, LateGradients, late_of
+from .late_gradients import Deferral, late_of
 
 
 def overlap_step(
@@ -129,10 +130,15 @@ class _Steps:
             param.grad = None
 
 
-class _StepPiece:
-    """The parameters of one bucket whose gradients one reduction has computed."""
+class StepPiece:
+    """The parameters of one bucket whose gradients one reduction has computed.
 
-    def __init__(self, late: LateGradients | None, bucket: Bucket | None) -> None:
+    Args:
+        late: the number of a reduction that has not arrived, larger than those of earlier ones.
+        bucket: the bucket.
+    """
+
+    def __init__(self, late: int | None, bucket: Bucket | None) -> None:
         self.late, self.bucket = late, bucket
         self.gradients: list[PlainGradient] = []
         self.groups: dict[int, list[torch.Tensor]] = defaultdict(list)  # plain rows, by the index of their group
@@ -142,6 +148,23 @@ class _StepPiece:
         for plain, param, _ in self.gradients:
             plain.grad = param.grad = None
         self.gradients.clear()
+
+
+def in_order(pieces: Iterable[StepPiece], gathered: Collection[Bucket]) -> list[list[StepPiece]]:
+    """Return the pieces to step on at a time.
+
+    Late ones come in the order of their reductions. If the step gathers, the pieces of buckets that it gathers come as early
+    as they can, and half of the others last, so that they hide the gathers.
+    """
+    arrived: list[StepPiece] = []
+    late: list[StepPiece] = []
+    for piece in pieces:
+        (arrived if piece.late is None else late).append(piece)
+    late.sort(key=attrgetter("late"))
+    last = [piece for piece in arrived if gathered and piece.bucket not in gathered]
+    if late:
+        last = last[: len(last) // 2]
+    return [[piece for piece in arrived if piece not in last], *([piece] for piece in late), last]
 
 
 class _StepPieces:
@@ -156,36 +179,20 @@ class _StepPieces:
     def __init__(self, steps: _Steps, groups: Sequence[dict[str, Any]], gradients: list[PlainGradient]) -> None:
         self._groups, self._frees = groups, steps.frees_gradients
         self._early = steps.begin([param for _, param, _ in gradients])
-        pieces: dict[tuple[LateGradients | None, Bucket | None], _StepPiece] = {}
-        piece_of: dict[torch.Tensor, _StepPiece] = {}
+        pieces: dict[tuple[int | None, Bucket | None], StepPiece] = {}
+        piece_of: dict[torch.Tensor, StepPiece] = {}
         for plain, param, grad in gradients:
-            found = param.rows.in_bucket
-            key = late_of(grad), None if found is None else found[0]
-            piece_of[plain] = piece = pieces.setdefault(key, _StepPiece(*key))
+            found, late = param.rows.in_bucket, late_of(grad)
+            key = None if late is None else late.number, None if found is None else found[0]
+            piece_of[plain] = piece = pieces.setdefault(key, StepPiece(*key))
             piece.gradients.append((plain, param, grad))
         gradients.clear()
-        others = pieces.setdefault((None, None), _StepPiece(None, None))  # not sharded, or without a gradient
+        others = pieces.setdefault((None, None), StepPiece(None, None))  # not sharded, or without a gradient
         for index, group in enumerate(groups):
             for plain in group["params"]:
                 piece_of.get(plain, others).groups[index].append(plain)
-        self._parts = self._in_order(list(pieces.values()))
-
-    def _in_order(self, pieces: Sequence[_StepPiece]) -> list[list[_StepPiece]]:
-        """Return the pieces to step on at a time.
-
-        Late ones come in the order of their reductions. If the step gathers, those whose buckets it gathers come as early as
-        they can, and half of the others last, so that they hide the gathers.
-        """
-        arrived = [piece for piece in pieces if piece.late is None]
-        late = sorted(
-            (piece for piece in pieces if piece.late), key=lambda piece: cast(LateGradients, piece.late).number
-        )
-        gathered = {bucket for step in self._early for bucket in step.buckets}
-        last = [piece for piece in arrived if gathered and piece.bucket not in gathered]
-        if late:
-            last = last[: len(last) // 2]
-        parts = [[piece for piece in arrived if piece not in last], *([piece] for piece in late), last]
-        return [[piece] for part in parts for piece in part] if self._frees else parts
+        parts = in_order(pieces.values(), {bucket for step in self._early for bucket in step.buckets})
+        self._parts = [[piece] for part in parts for piece in part] if self._frees else parts
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
