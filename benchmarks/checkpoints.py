@@ -1,4 +1,4 @@
-"""Measure what saving beside training costs: the delay of a step, the steps while files are written, and host memory.
+"""Measure what saving beside training costs: the delay of a step, and the steps while files are written.
 
     python benchmarks/checkpoints.py           # each step leaves its core for 0.4 s, as it does while a GPU computes
     python benchmarks/checkpoints.py --python  # in these 0.4 s, Python runs and holds the interpreter lock
@@ -13,13 +13,11 @@ checkpoint is complete. Seconds are those of the slowest rank.
   thread, which others on the machine do not change; of the first save, too, which allocates memory.
 * Beside: the median step while files are written, divided by the median undisturbed step.
 * Complete: the seconds from the call to the end of the save.
-* Memory: the peak of resident memory during the first save less that of undisturbed steps, divided by the rank's state.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import statistics
 import tempfile
@@ -53,7 +51,6 @@ COLUMNS: harness.Columns = {
     "step s": ("step", ".3f"),
     "beside": ("beside", ".2f"),
     "complete s": ("complete", ".1f"),
-    "memory": ("memory", ".2f"),
 }
 
 
@@ -64,31 +61,25 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    [folder] = [tempfile.mkdtemp(prefix="checkpoints-") if dist.get_rank() == 0 else ""]
-    shared = [folder]
+    shared = [tempfile.mkdtemp(prefix="checkpoints-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(shared)
     target = Path(shared[0]) / "checkpoint"
     group, seconds = dist.new_group(), arguments.compute[0]
     wait = partial(time.sleep, seconds)
     if arguments.python:
         wait = partial(_loop, int(10**7 * seconds / _seconds(partial(_loop, 10**7))[1]))
-    shared_memory = DefaultStager(StagingOptions(False, True, False, False))
-    saves: dict[str, Callable[[Any, Any], Any]] = {
-        f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint_async(
-            model, target, optimizer, writer=writer
-        )
-        for writer in ("thread", "process")
+    of_fsdp2 = partial(_async_save, process_group=group)
+    saves: dict[str, Callable[..., Any]] = {
+        f"ours, {writer}": partial(tfs.save_checkpoint_async, writer=writer) for writer in ("thread", "process")
     }
-    for name, options in {
-        "FSDP2, async_save": {},
-        "FSDP2, async_save, kept stager": {"async_stager": DefaultStager(StagingOptions(False, False, False, False))},
-        "FSDP2, async_save, process": {
-            "async_stager": shared_memory,
-            "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-        },
-    }.items():
-        saves[name] = partial(_async_save, target, process_group=group, **options)
-    systems = {n: _Run(s, arguments, wait, "FSDP2" in n) for n, s in saves.items() if re.search(arguments.only, n)}
+    saves["FSDP2, async_save"] = of_fsdp2
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    saves["FSDP2, async_save, kept stager"] = partial(of_fsdp2, async_stager=stager)
+    shared_memory = DefaultStager(StagingOptions(False, True, False, False))
+    in_process = {"async_stager": shared_memory, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    saves["FSDP2, async_save, process"] = partial(of_fsdp2, **in_process)
+    chosen = harness.matching(saves, arguments.only)
+    systems = {n: _Run(partial(s, folder=target), arguments, wait, "FSDP2" in n) for n, s in chosen.items()}
     for round_ in range(arguments.rounds + 1):
         harness.say(f"round {round_} of {arguments.rounds}")
         for run in systems.values():
@@ -105,9 +96,9 @@ def measure(arguments: argparse.Namespace) -> None:
         harness.save(arguments, "checkpoints", figures=figures)
 
 
-def _async_save(target: Path, model: Any, optimizer: Any, **options: Any) -> Any:
-    values, state = get_state_dict(model, optimizer)
-    saving = dcp.async_save({"model": values, "optim": state}, checkpoint_id=target, **options)
+def _async_save(model: Any, folder: Path, optimizers: Any, **options: Any) -> Any:
+    values, state = get_state_dict(model, optimizers)
+    saving = dcp.async_save({"model": values, "optim": state}, checkpoint_id=folder, **options)
     return getattr(saving, "upload_completion", saving)
 
 
@@ -115,7 +106,7 @@ class _Run:
     """A model, how it is saved, and what was measured in each round."""
 
     def __init__(
-        self, save: Callable[[Any, Any], Any], arguments: argparse.Namespace, wait: Callable[[], None], fsdp2: bool
+        self, save: Callable[..., Any], arguments: argparse.Namespace, wait: Callable[[], None], fsdp2: bool
     ) -> None:
         torch.manual_seed(0)
         module = torch.nn.Sequential(
@@ -127,7 +118,7 @@ class _Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.save, self.wait = save, wait
         self.inputs = torch.ones(arguments.length, arguments.width)
-        names = ("memcpy", "call", "processor_memcpy", "processor_call", "step", "beside", "complete", "memory")
+        names = ("memcpy", "call", "processor_memcpy", "processor_call", "step", "beside", "complete")
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.steps(2)
         state = tree_leaves([*self.model.parameters(), list(self.optimizer.state.values())])
@@ -155,16 +146,15 @@ class _Run:
         copy = _seconds(partial(torch._foreach_copy_, copies, self.state))
         del copies
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        step, before = self.steps(STEPS), _peak()
+        step = self.steps(STEPS)
         dist.barrier()
         called, savings = time.perf_counter(), list[Any]()
-        call = _seconds(lambda: savings.append(self.save(self.model, self.optimizer)))
+        call = _seconds(lambda: savings.append(self.save(self.model, optimizers=self.optimizer)))
         [saving] = savings
         beside = self.steps(10_000, saving)
         saving.result()
         complete = time.perf_counter() - called
-        values = copy[0], call[0], copy[1], call[1], step, beside, complete, _peak() - before
+        values = copy[0], call[0], copy[1], call[1], step, beside, complete
         measured = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(measured, op=dist.ReduceOp.MAX)
         for of_name, value in zip(self.seconds.values(), measured.tolist(), strict=True):
@@ -177,9 +167,8 @@ class _Run:
         first = self.seconds["call"][0] / self.seconds["memcpy"][0]
         delay = harness.ratio(later["call"], later["memcpy"])
         beside = harness.ratio(later["beside"], later["step"])
-        memory = self.seconds["memory"][0] / self.nbytes
         processor = harness.ratio(later["processor_call"], later["processor_memcpy"])
-        return {**medians, "delay": delay, "processor": processor, "beside": beside, "first": first, "memory": memory}
+        return {**medians, "delay": delay, "processor": processor, "beside": beside, "first": first}
 
 
 def _loop(count: int) -> None:
@@ -192,12 +181,6 @@ def _seconds(do: Callable[[], object]) -> tuple[float, float]:
     started, used = time.perf_counter(), time.thread_time()
     do()
     return time.perf_counter() - started, time.thread_time() - used
-
-
-def _peak() -> int:
-    """Return the peak of resident memory in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
 
 
 if __name__ == "__main__":

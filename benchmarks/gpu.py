@@ -41,6 +41,7 @@ from thunder_fsdp_sched.extras.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.recorded import read_recorded
 from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.timeline import Timeline
 from thunder_fsdp_sched.extras.reports.exposed import calibrate
 from thunder_fsdp_sched.transports import TRANSPORTS
 
@@ -335,18 +336,16 @@ class Worker:
 def measured(path: Path) -> dict[str, float]:
     """Return the seconds of a step and of its parts, from a file that ``profile.export_chrome_trace`` wrote."""
     [step] = read_recorded([path])
-    t = step.timeline
-    return _figures(t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds)
+    return parts_of(step.timeline)
 
 
 def simulated(compiled: Any, cost: Any) -> dict[str, float]:
     """Simulate a step of a compiled pair of traces and return the same figures."""
-    t = simulate(compiled.forward, compiled.backward, cost)
-    communication = sum(t.communication_seconds.values())
-    return _figures(t.step_seconds, t.compute_seconds, communication, t.exposed_seconds, t.idle_seconds)
+    return parts_of(simulate(compiled.forward, compiled.backward, cost))
 
 
-def _figures(*seconds: float) -> dict[str, float]:
+def parts_of(t: Timeline) -> dict[str, float]:
+    seconds = t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds
     return dict(zip(("seconds", *PARTS), seconds, strict=True))
 
 

@@ -9,9 +9,9 @@
 * Peers: all systems train the same GPT in turns. *step* is the median time of forward and backward until the GPU has
   finished, *host* until the host has issued everything; *kernels*, *copied* and *idle* (the GPU's, within *busy + idle*) are
   those of one profiled step, *peak* is what the caching allocator has at most beyond the parameters, gradients and optimizer
-  of the system. Then, the speed of encoders.
-* Link: the same over a link of :mod:`emulated_link`. By default it is as fast as makes the communication of "ours, zero3"
-  take as long as the fastest sharded step over a link that takes no time. *alone* is the step over such a link,
+  of the system.
+* Link: the same over an emulated link (``local_ranks.py``). By default it is as fast as makes the communication of "ours,
+  zero3" take as long as the fastest sharded step over a link that takes no time. *alone* is the step over such a link,
   *communication* the time that the link takes for the bytes, and */max* the step divided by the longer of the two.
 * Memory: each row trains a GPT for a few steps, and then counts one more step, without optimizer. *over* is what the
   allocator's peak has beyond the prediction; negative, if it stays below. *loss* is the largest difference from the
@@ -30,9 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import thunder_fsdp_sched
-from thunder_fsdp_sched import CommPolicy  # before thunder
-from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, decode, encode
+import thunder_fsdp_sched  # before thunder
 
 import harness
 import thunder
@@ -45,7 +43,6 @@ from systems import (
     Shape,
     System,
     build,
-    compiled_fsdp2,
     ddp,
     fsdp2,
     ours,
@@ -53,13 +50,13 @@ from systems import (
     unsharded,
     unsharded_eager,
 )
-from emulated_link import join_emulated_ranks
 from gpu import BFLOAT16, NO_GPU, OFFLOAD, make_repeatable, take_steps
+from local_ranks import join_emulated_ranks
 
 SHARDED: dict[str, Make] = {
     "FSDP2, resharding": partial(fsdp2, reshard=True),
     "FSDP2": partial(fsdp2, reshard=False),
-    "FSDP2, resharding, compiled blocks": compiled_fsdp2,
+    "FSDP2, resharding, compiled blocks": partial(fsdp2, reshard=True, compiled=True),
     "Thunder fsdp, zero2": partial(thunders_fsdp, strategy="zero2", bucketing="block"),
     "ours, zero2": partial(ours, sharding_strategy="zero2"),
     "ours, zero3": ours,
@@ -77,7 +74,6 @@ SYSTEMS: dict[str, Make] = {
     "DDP": ddp,
     **SHARDED,
     "ours, zero3, torch_kernels": partial(ours, executors=["torch_kernels", "sdpa"]),
-    "ours, zero3, leaves with CUDA graphs": partial(ours, compiled_blocks=True, compile_mode="reduce-overhead"),
 }
 
 MEMORY_SHAPE = Shape(blocks=6, width=1024, length=512, batch=8, device="cuda")
@@ -142,15 +138,13 @@ def settle() -> None:
 
 def allocated() -> int:
     settle()
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return torch.cuda.memory_allocated()  # on a CPU 0
 
 
 def peak_of(work: Callable[[], object]) -> int:
     """Return the bytes that the caching allocator has at most while ``work`` runs; on a CPU 0."""
-    if not torch.cuda.is_available():
-        work()
-        return 0
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     work()
     settle()
     return torch.cuda.max_memory_allocated()
@@ -179,11 +173,7 @@ def measure_peers(arguments: argparse.Namespace, device: torch.device) -> None:
     columns = {"step ms": ("step", ".2f"), "/ Thunder": ("ratio", ".2f"), "host ms": ("host", ".2f")}
     columns |= {"kernels": ("kernels", "d"), "busy ms": ("busy", ".2f"), "idle ms": ("idle", ".2f")}
     print(f"{shape}\n\n{table(rows, {**columns, 'copied': ('copied', show_nbytes), 'peak': ('peak', show_nbytes)})}")
-    numel = 1 << (12 if arguments.cpu else 26)
-    speeds = {name: encoder_speed(name, device, numel) for name in FORMATS}
-    print(f"\nencoders, {numel} elements in bfloat16:\n")
-    print(table(speeds, {"encode GB/s": ("encode", ".0f"), "decode GB/s": ("decode", ".0f")}))
-    harness.save(arguments, "gpu_peers", figures=rows, encoders=speeds)
+    harness.save(arguments, "gpu_peers", figures=rows)
 
 
 #
@@ -260,25 +250,6 @@ def profiled(system: System, tokens: torch.Tensor) -> dict[str, Any]:
     whole = end - spans[0][0] if spans else 0
     figures = {"kernels": kernels, "copied": copied, "busy": busy / 1e6, "idle": (whole - busy) / 1e6}
     return {**figures, "peak": peak}
-
-
-def encoder_speed(name: str, device: torch.device, numel: int) -> dict[str, float]:
-    """Return the gigabytes of bfloat16 that are encoded and decoded in a second."""
-    form, block = FORMATS[name], CommPolicy().block
-    x = torch.randn(1, numel // block, block, device=device, dtype=torch.bfloat16)
-    codes = torch.empty(1, numel // block, block, device=device, dtype=form.dtype)
-    scales = torch.empty(1, numel // block, 1, device=device)
-
-    def run(function: Callable[..., object]) -> None:
-        function(form, x, codes, scales)
-        settle()
-
-    speeds = {}
-    for way, function in (("encode", encode), ("decode", decode)):
-        run(function)
-        seconds = [harness.seconds_of(partial(run, function)) for _ in range(10)]
-        speeds[way] = x.nbytes / statistics.median(seconds) / 1e9
-    return speeds
 
 
 #

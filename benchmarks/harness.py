@@ -104,12 +104,12 @@ def join_alone(backend: str, device: torch.device | None = None) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
 
 
-def seconds_of(call: Callable[[], object], *, calls: int = 1) -> float:
+def seconds_of(call: Callable[[], object], *, calls: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the mean seconds of a call among several."""
-    started = time.perf_counter()
+    started = clock()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - started) / calls
+    return (clock() - started) / calls
 
 
 def say(text: str) -> None:

@@ -47,9 +47,9 @@ import thunder
 import torch
 import torch.distributed as dist
 from harness import matching, medians, ratio, say, seconds_of, table
+from systems import Emulation, Make, Shape, System, fsdp2, ours, unsharded, unsharded_eager
 from local_ranks import Loopback
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 
@@ -87,7 +87,8 @@ def show_steps(found: Mapping[str, Any], blocks: int) -> None:
 def steps(arguments: argparse.Namespace) -> None:
     """Measure the host time of steps, of their gathers and reductions, and of the collectives alone."""
     harness.join_fake_ranks(WORLD_SIZE)
-    systems = {name: _Stepping(make) for name, make in _systems(arguments.blocks).items()}
+    shape = _TinyShape(arguments.blocks)
+    systems = {n: _Stepping(make(n, shape, Emulation(shape, real=True))) for n, make in SYSTEMS.items()}
     own_calls = _own_calls(systems["ours zero3"].transform.sharded.buckets[0])
     runs: dict[str, Callable[[], float]] = {name: partial(seconds_of, c, calls=CALLS) for name, c in own_calls.items()}
     runs |= {name: partial(_median_step, system) for name, system in systems.items()}
@@ -150,12 +151,7 @@ def agree(rounds: int) -> None:
             seconds[f"{name}, processor"].append(time.thread_time() - on_processor)
             time.sleep(0.002)
 
-    def both() -> None:
-        run.post()
-        run.settle()
-
-    for _ in range(rounds):
-        seconds["blocking"].append(seconds_of(both))
+    seconds["blocking"] = [seconds_of(lambda: (run.post(), run.settle())) for _ in range(rounds)]
     if dist.get_rank() == 0:
         tenths = {name: statistics.quantiles(of_one, n=10) for name, of_one in seconds.items()}
         micro = {name: {"tenth": t[0] * 1e6, "median": t[4] * 1e6} for name, t in tenths.items()}
@@ -163,32 +159,6 @@ def agree(rounds: int) -> None:
         print(table(micro, {"median": ("median", ".1f"), "10th percentile": ("tenth", ".1f")}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _systems(blocks: int) -> dict[str, Callable[[], Any]]:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return _Blocks(blocks)
-
-    def ours(strategy: str, leaf_modules: tuple[str, ...] = ()) -> Any:
-        transform = thunder_fsdp_sched.fsdp(sharding_strategy=strategy, leaf_modules=leaf_modules)
-        return thunder.jit(model(), transforms=[transform])
-
-    def fsdp2(reshard: bool) -> nn.Module:
-        module = model()
-        for part in (*module.blocks, module):
-            fully_shard(part, reshard_after_forward=reshard)
-        return module
-
-    return {
-        "Thunder": lambda: thunder.jit(model()),
-        "ours zero2": lambda: ours("zero2"),
-        "ours zero3": lambda: ours("zero3"),
-        "ours zero3, blocks as leaves": lambda: ours("zero3", ("blocks.*",)),
-        "eager": model,
-        "FSDP2 zero2": lambda: fsdp2(False),
-        "FSDP2 zero3": lambda: fsdp2(True),
-    }
 
 
 class _Blocks(nn.Module):
@@ -204,19 +174,32 @@ class _Blocks(nn.Module):
         return x.sum()
 
 
+class _TinyShape(Shape):
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return _Blocks(self.blocks)
+
+
+SYSTEMS: dict[str, Make] = {
+    "Thunder": unsharded,
+    "ours zero2": partial(ours, sharding_strategy="zero2"),
+    "ours zero3": ours,
+    "ours zero3, blocks as leaves": partial(ours, leaf_modules=("blocks.*",)),
+    "eager": unsharded_eager,
+    "FSDP2 zero2": partial(fsdp2, reshard=False),
+    "FSDP2 zero3": partial(fsdp2, reshard=True),
+}
+
+
 class _Stepping:
     """A system whose steps can be timed."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.module = make()
+    def __init__(self, system: System) -> None:
+        self.module, self.transform = system.module, system.transform
         self.parameters = list(self.module.parameters())
         self.x = torch.ones(8, 8)
         for _ in range(3):
             self.step()
-
-    @property
-    def transform(self) -> Any:
-        return self.module._lc_transforms[0]
 
     def step(self) -> float:
         """Run one step; return the seconds of forward and backward."""
@@ -353,7 +336,7 @@ def _of_dtensors(parameters: int, rounds: int) -> dict[str, dict[str, float]]:
         compared[f"AdamW({kernel})"] = steps
     figures = {}
     for what, functions in compared.items():
-        runs = {name: partial(_processor_seconds, function) for name, function in functions.items()}
+        runs = {name: partial(seconds_of, function, clock=time.process_time) for name, function in functions.items()}
         for run in runs.values():
             run()
         seconds = harness.in_turns(runs, rounds, collect=False)
@@ -392,12 +375,6 @@ def _accumulating(params: Sequence[torch.Tensor], grads: Callable[[], Sequence[t
         Step.apply(*params).backward()
 
     return run
-
-
-def _processor_seconds(function: Callable[[], object]) -> float:
-    started = time.process_time()
-    function()
-    return time.process_time() - started
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"steps": steps, "agreement": agreement, "dtensors": dtensors}

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import statistics
 import tempfile
@@ -56,7 +57,9 @@ from typing import Any
 from thunder_fsdp_sched import CommPolicy, Sharding
 from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.recorded import RecordedStep
 from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.timeline import COMPUTE, Interval, Timeline, gaps, length, overlaps, union
 from thunder_fsdp_sched.extras.reports.exposed import calibrate
 
 import harness
@@ -80,7 +83,6 @@ from systems import (
     unsharded_eager,
     wire_bytes,
 )
-from gloo_profile import read_steps
 from step_counter import StepCounter
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -204,7 +206,7 @@ def run(arguments: argparse.Namespace) -> None:
     runs = {name: partial(step, system, tokens) for name, system in built.items()}
     for name, system in built.items():
         if system.transform and not re.search("prefetch|release", name):  # the same collectives, or about
-            runs[_communication_of(name)] = partial(communicate, system)
+            runs[name.replace("ours", "communication of")] = partial(communicate, system)
     predicted: dict[str, float] = {}
     if arguments.profile:
         [emulation.seconds] = arguments.compute
@@ -244,8 +246,57 @@ def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argpar
     return {name: simulate(of.forward, of.backward, cost).step_seconds for name, of in same_operators.items()}
 
 
-def _communication_of(name: str) -> str:
-    return name.replace("ours", "communication of")
+def read_steps(path: Path, rank: int) -> list[RecordedStep]:
+    """Return the steps that a rank has recorded with torch's profiler on a CPU with gloo, in order.
+
+    gloo's threads record when each collective runs. It is exposed while it runs and the host waits in a range of this
+    package. A round of agreement counts as running while the host waits for it. The rest of a step is compute.
+    """
+    ranges: list[tuple[float, float, str]] = []
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
+            ranges.append((1e-6 * event["ts"], 1e-6 * (event["ts"] + event["dur"]), event["name"]))
+    ranges.sort()
+    collectives = _collectives(ranges)
+    rounds = [(start, end) for start, end, name in ranges if name == "fsdp_wait_agreement"]
+    waits = union((start, end) for start, end, name in ranges if name.startswith("fsdp_wait_"))
+    exposed = [span[:2] for span in overlaps(waits, union([*rounds, *(c.span for c in collectives)]))]
+    steps = []
+    for since, until, name in ranges:
+        if name.startswith("ProfilerStep"):
+            found = [c for c in collectives if since <= c.start < until]
+            running, computing = union(c.span for c in found), gaps(_inside(exposed, since, until), since, until)
+            intervals = [Interval(COMPUTE, COMPUTE, COMPUTE, "", *span, 0, 0) for span in computing] + found
+            intervals = [i._replace(start=i.start - since, end=i.end - since) for i in intervals]
+            busy = {"gloo": length(running)}
+            timeline = Timeline(tuple(intervals), (), until - since, length(computing), 0.0, busy)
+            first = min(start for start, _, of in ranges if since <= start < until and of.startswith("fsdp_"))
+            last = max(end for _, end, of in ranges if since < end <= until and "backward" in of.lower())
+            steps.append(RecordedStep(str(path), rank, name, (first - since, last - since), timeline))
+    return steps
+
+
+def _inside(spans: Sequence[tuple[float, float]], since: float, until: float) -> list[tuple[float, float]]:
+    return [span[:2] for span in overlaps([(since, until)], spans)]
+
+
+def _collectives(ranges: Sequence[tuple[float, float, str]]) -> list[Interval]:
+    """Return when gloo's threads ran collectives of buckets; those of one kind run in the order of their issue."""
+    issued: list[tuple[float, str, str]] = []  # when, the symbol, and the bucket
+    for start, end, name in ranges:
+        if match := re.fullmatch(r"(fsdp_all_gather|fsdp_reduce_scatter)\((.*)\)", name):
+            calls = [of for since, _, of in ranges if start <= since < end and of.startswith("c10d::")]
+            issued += [(start, *match.groups()) for _ in calls]
+    found = []
+    for start, end, name in ranges:
+        if not re.match("gloo:.*(gather|reduce|to_?all)", name):
+            continue
+        gathers = "gather" in name
+        of = next((o for o in issued if o[0] <= start and ("gather" in o[1]) is gathers), None)
+        if of is not None:
+            issued.remove(of)
+            found.append(Interval("gloo", of[1], of[1], of[2], start, end, 0, 0))
+    return found
 
 
 def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -257,7 +308,7 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
             continue
         strategy = "zero3" if "zero3" in name else "zero2"
         same = re.split(" prefetch| release", name)[0] if name.startswith("ours") else f"ours {strategy} flat"
-        compute, communication = seconds["compute"], seconds[_communication_of(same)]
+        compute, communication = seconds["compute"], seconds[same.replace("ours", "communication of")]
         figures[name] |= {
             "communication": statistics.median(communication),
             "of_max": ratio(steps, [max(a, b) for a, b in zip(compute, communication, strict=True)]),

@@ -18,7 +18,6 @@ another order each time. Seconds are those of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ import harness
 import torch
 import torch.distributed as dist
 from harness import matching, medians, ratio
-from systems import Emulation, Make, Shape, System, build, compiled_fsdp2, ddp, fsdp2, ours, unsharded, unsharded_eager
+from systems import Emulation, Make, Shape, build, ddp, fsdp2, ours, step, unsharded, unsharded_eager
 from byte_gpt import VOCABULARY
 from torch import nn
 from torch.nn import functional as F
@@ -102,7 +101,7 @@ SYSTEMS: dict[str, Make] = {
     "DDP": ddp,
     "FSDP2": partial(fsdp2, reshard=True),
     "FSDP2 zero2": partial(fsdp2, reshard=False),
-    "FSDP2 compiled": compiled_fsdp2,
+    "FSDP2 compiled": partial(fsdp2, reshard=True, compiled=True),
     "ours zero3": partial(ours, sharding_strategy="zero3"),
     "ours zero3, Thunder's operators": partial(ours, executors=["sdpa"], sharding_strategy="zero3"),
     "ours zero3, torch.compile": partial(
@@ -123,31 +122,16 @@ COLUMNS: harness.Columns = {
 }
 
 
-def whole_step(system: System, tokens: torch.Tensor, host: list[float] | None = None) -> float:
-    """Run forward, backward and the optimizer; return the seconds on this rank."""
-    dist.barrier()
-    started, cpu = time.perf_counter(), time.thread_time()
-    loss = system.module(tokens, tokens)
-    loss.backward()
-    system.optimizer.step()
-    system.optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - started
-    if host is not None:
-        host.append(time.thread_time() - cpu)
-    system.losses.append(loss.item())
-    return seconds
-
-
 def run(arguments: argparse.Namespace) -> None:
     kind = LlamaShape if arguments.model == "llama" else Shape
     shape = kind(arguments.blocks, arguments.width, arguments.length, arguments.batch)
     emulation, tokens = Emulation(shape, real=True), shape.tokens(dist.get_rank())
     makes = matching(SYSTEMS, arguments.only, "eager, one rank", "FSDP2")
-    systems = build(makes, shape, emulation, partial(whole_step, tokens=tokens))
+    systems = build(makes, shape, emulation, lambda system: step(system, tokens, host=[]))
     for system in systems.values():
-        whole_step(system, tokens)
+        step(system, tokens)
     hosts: dict[str, list[float]] = {name: [] for name in systems}
-    runs = {name: partial(whole_step, system, tokens, hosts[name]) for name, system in systems.items()}
+    runs = {name: partial(step, system, tokens, host=hosts[name]) for name, system in systems.items()}
     seconds = harness.in_turns(runs, arguments.rounds)
     of_host = medians(hosts)
     figures: dict[str, dict[str, Any]] = {}

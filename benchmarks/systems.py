@@ -184,20 +184,18 @@ def ours(
     emulation: Emulation,
     executors: Sequence[str] | None = None,
     compiled_blocks: bool = False,
-    compile_mode: str | None = None,
     **options: Any,
 ) -> System:
     """Return this project's ``fsdp(**options)``, by default with the default executors.
 
     Args:
         compiled_blocks: whether each block is a leaf module that ``torch.compile`` compiles.
-        compile_mode: the ``mode`` of ``torch.compile`` for them.
     """
     model = shape.model()
     if compiled_blocks:
         options["leaf_modules"] = ("blocks.*",)
         for block in model.blocks:
-            block.compile(mode=compile_mode)
+            block.compile()
     transform = thunder_fsdp_sched.fsdp(**options)
     return _jitted(
         name, thunder.jit(model, transforms=[transform, emulation.transform()], executors=executors), transform
@@ -241,18 +239,16 @@ def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool, policy: Mixe
     return model
 
 
-def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> System:
-    """Return PyTorch's ``fully_shard`` of each block and of the model. On a CPU it overlaps nothing."""
+def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool, compiled: bool = False) -> System:
+    """Return PyTorch's ``fully_shard`` of each block and of the model. On a CPU it overlaps nothing.
+
+    Args:
+        compiled: whether each block is compiled by itself, as its documentation advises.
+    """
     model = _fully_shard(shape, emulation, reshard)
-    return System(name, model, _optimizer(model))
-
-
-def compiled_fsdp2(name: str, shape: Shape, emulation: Emulation) -> System:
-    """Return FSDP2 with each block compiled by itself, as its documentation advises."""
-    system = fsdp2(name, shape, emulation, reshard=True)
-    for block in system.module.blocks:
+    for block in model.blocks if compiled else ():
         block.compile()
-    return system
+    return System(name, model, _optimizer(model))
 
 
 def overlapped_fsdp2(
@@ -317,12 +313,13 @@ def micro_batch(system: System, *, last: bool) -> Iterator[None]:
         yield
 
 
-def step(system: System, *batches: torch.Tensor, watch: Any = None) -> float:
+def step(system: System, *batches: torch.Tensor, watch: Any = None, host: list[float] | None = None) -> float:
     """Run one step; return the seconds of forward and backward on this rank. The optimizer runs after them, untimed.
 
     Args:
         batches: the micro-batches of a window, or one batch.
         watch: a context manager for forward and backward. It may have a method ``phase``.
+        host: time the optimizer as well, and append the processor seconds of this thread.
     """
     phase = getattr(watch, "phase", lambda name: nullcontext())
     system.optimizer.zero_grad(set_to_none=True)
@@ -330,7 +327,7 @@ def step(system: System, *batches: torch.Tensor, watch: Any = None) -> float:
     if dist.is_initialized():
         dist.barrier()
     with watch or nullcontext():
-        started = time.perf_counter()
+        started, on_host = time.perf_counter(), time.thread_time()
         for tokens in batches:
             with micro_batch(system, last=tokens is batches[-1]):
                 with phase("forward"):
@@ -341,6 +338,9 @@ def step(system: System, *batches: torch.Tensor, watch: Any = None) -> float:
         system.after_backward()
         seconds = time.perf_counter() - started
     system.optimizer.step()
+    if host is not None:
+        seconds = time.perf_counter() - started
+        host.append(time.thread_time() - on_host)
     system.losses += [loss.item() for loss in losses]
     return seconds
 

@@ -20,7 +20,6 @@ import overlap
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_profile import read_steps
 from gpu import Setup, Worker, measured
 from models import linear_gpt
 from ranks import on_ranks
@@ -151,7 +150,7 @@ def test_steps_on_gloo_are_read_from_ranges_of_this_package_and_threads_of_gloo(
         for name, start, end in ranges
     ]
     (tmp_path / "gloo.json").write_text(json.dumps({"traceEvents": events}))
-    [step] = read_steps(tmp_path / "gloo.json", 0)
+    [step] = overlap.read_steps(tmp_path / "gloo.json", 0)
     found = {(c.kind, c.bucket): c.seconds for c in step.timeline.collectives}
     assert found == pytest.approx({("fsdp_all_gather", "a"): 25, ("fsdp_reduce_scatter", "b"): 18})
     assert step.passes == pytest.approx((10, 95)) and step.compute_seconds == pytest.approx(85 - 13)

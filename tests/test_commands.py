@@ -87,7 +87,6 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"pytest --update-schedules examples/test_schedule\.py": By("test_testing.py::test_the_example_pins"),
     # Benchmarks
     r"python benchmarks/edges\.py.*": Small("--blocks 1 --communication 1", "zero3, gather_early"),
-    r"python benchmarks/formats\.py\b.*": Small("--numel 65536 --steps 4", "int8"),
     r"python benchmarks/checkpoints\.py\b.*": Small(f"{LOOPBACK} --only 'ours, thread'", "ours, thread"),
     r"python benchmarks/gpu\.py first.*": Small(
         "first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat", long=True
@@ -95,7 +94,6 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python benchmarks/gpu_rank\.py link.*": Small("link --cpu --rounds 1", "ours, zero3", long=True),
     r"python benchmarks/gpu_rank\.py memory": Small("memory", "skipped: no GPU"),
     r"python benchmarks/gpu_rank\.py peers.*": Small("peers --cpu --rounds 1", "ours, zero3", long=True),
-    r"python benchmarks/kernels\.py.*": Small("--rows 64 --width 16 --rounds 1 --only layer_norm", "layer_norm"),
     r"python benchmarks/overhead\.py --only agreement": Small("--only agreement --rounds 1", "settle"),
     r"python benchmarks/overhead\.py --only dtensors.*": Small(
         "--only dtensors --parameters 4", "microseconds a parameter and step"
@@ -111,6 +109,10 @@ COMMANDS: dict[str, Small | By | Not] = {
         "--ranks 1 --blocks 1 --width 64 --length 16 --batch 1 --rounds 1 --only 'ours zero2$'", "ours zero2"
     ),
     r"python benchmarks/this_machine\.py": Not("takes minutes: measures what the machine can do"),
+    r"python benchmarks/this_machine\.py formats.*": Small("formats --numel 65536 --steps 4", "int8"),
+    r"python benchmarks/this_machine\.py kernels.*": Small(
+        "kernels --rows 64 --width 16 --rounds 1 --only layer_norm", "layer_norm"
+    ),
     r"python benchmarks/tracing\.py.*": Small("--blocks 1 --only plain", "plain"),
     # Others
     r"TEST_DEVICE=cuda .*": Not("needs a GPU"),

@@ -55,7 +55,7 @@ def _keep_whole(symbol: Symbol, *differentiable: str) -> None:
 for _symbol in (ltorch.layer_norm, ltorch.group_norm, ltorch.rms_norm):
     _keep_whole(_symbol, "weight", "bias")
 # Cross entropy, log-softmax, embedding and tanh are not among them: Thunder calls torch's kernels for them itself. `relu`
-# takes two operators in Thunder, too. RMS norm is one kernel on GPUs only. See `benchmarks/kernels.py`.
+# takes two operators in Thunder, too. RMS norm is one kernel on GPUs only. See `benchmarks/this_machine.py`.
 for _symbol in (
     # activations
     ltorch.elu,

@@ -6,7 +6,7 @@ stream. On other streams, copies, and kernels that were launched in a range of t
 Everything else is compute. Communication is exposed while it runs and nothing computes. Every moment of it counts once: it
 belongs to the collective that started first of those that run.
 
-Files of a run on CPUs with gloo have no kernels. ``benchmarks/gloo_profile.py`` reads those of this package.
+Files of a run on CPUs with gloo have no kernels. ``benchmarks/overlap.py`` reads those of this package.
 """
 
 from __future__ import annotations
