@@ -220,7 +220,7 @@ def _mutable_globals(path: Path) -> set[str]:
 
 _CHANGES = re.compile(
     r"atexit\.register|at_fork\(|Finalize\(|\bThread\(|Popen\(|^register_optimizer_step|^register_executor|set_threshold\(|"
-    r"gc\.disable\(|setprofile\(|"
+    r"setswitchinterval\(|gc\.disable\(|setprofile\(|"
     r"environ\[.*\] = |\bsys\.\w+(, \w+)* = |sys\.path\.|setattr\(torch|Function\.apply = |_supported_types|"
     r"register_general_jit_lookaside\(|filterwarnings\(|simplefilter\(|safe_globals\(|\.disabled = ",
     re.MULTILINE,

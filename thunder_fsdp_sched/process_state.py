@@ -46,6 +46,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
 | `extras.ranks_differ.programs` | a hook after steps of any optimizer | kept | |
 | `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
+| `capture.thread_switches` | the time until threads switch while a model is traced | kept | |
 | `capture.callbacks` | while a native function of a traced program runs: no collections, a profile function | kept | |
 | `extras.checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
 | `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |

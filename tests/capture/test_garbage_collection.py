@@ -1,10 +1,11 @@
-"""The garbage collector runs less often while a model compiles, and as before afterwards."""
+"""The garbage collector runs less often, and threads switch sooner, while a model is traced, and as before afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 
@@ -19,12 +20,14 @@ from torch import nn
 
 X = torch.ones(2, 4)
 SEEN: list[tuple[int, int, int]] = []
+INTERVALS: list[float] = []
 RARELY = 1_000_000
 
 
 @make_opaque  # a traced program may change no global
 def _note_thresholds() -> None:
     SEEN.append(gc.get_threshold())
+    INTERVALS.append(sys.getswitchinterval())
 
 
 class Noting(nn.Linear):
@@ -58,8 +61,11 @@ def compile_without_a_call(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("calls", [False, True])
-def test_thresholds_are_raised_while_a_model_compiles(calls: bool, fails: bool, request: pytest.FixtureRequest) -> None:
+def test_thresholds_are_raised_and_threads_switch_sooner_while_a_model_compiles(
+    calls: bool, fails: bool, request: pytest.FixtureRequest
+) -> None:
     gc.set_threshold(500, 7, 8)
+    interval = sys.getswitchinterval()
     if calls:
         request.getfixturevalue("one_rank")
     with pytest.raises(ValueError, match="always fails") if fails else contextlib.nullcontext():
@@ -68,6 +74,7 @@ def test_thresholds_are_raised_while_a_model_compiles(calls: bool, fails: bool, 
         else:
             compile_without_a_call(Noting(fails))
     assert gc.get_threshold() == (500, 7, 8) and min(SEEN[0][:2]) > 10_000 and SEEN[0][2] == 8
+    assert sys.getswitchinterval() == interval and INTERVALS.pop() < interval / 5
 
 
 def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:

@@ -93,6 +93,7 @@ from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_ch
 from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
 from .refusals import collect_refusals, is_of_program, refusal
+from .thread_switches import sooner_switches
 from .unsupported import unsupported_call
 
 
@@ -142,7 +143,7 @@ class InputReads:
         for value in (*args, *kwargs.values()):
             self._note(value)
         observed = interpretercompilectx(observed_by(get_interpretercompilectx(), self, _CONSTANTS))
-        with observed, unique_checks(context), collect_refusals() as refused:
+        with observed, sooner_switches, unique_checks(context), collect_refusals() as refused:
             try:
                 result = call(module, *args, **kwargs)
             except Exception:
