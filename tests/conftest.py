@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,11 @@ import profiles
 import pytest
 import torch.distributed as dist
 from device import IS_CUDA
+from known_frames import remember_frames
 from ranks import Ranks, worker_pool
+
+# pytest adds handlers to loggers that do not propagate, and with a handler torch prints all traces of each compilation.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Freeze what imports have made, as ``preloaded`` does for forked processes: it lives until the process ends."""
+    remember_frames()
     gc.collect()
     gc.freeze()
 

@@ -19,6 +19,8 @@ import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import thunder  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
+from known_frames import remember_frames
 
+remember_frames()
 gc.collect()
 gc.freeze()
