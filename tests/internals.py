@@ -24,7 +24,6 @@ from thunder_fsdp_sched.ir.registry import caching
 from thunder_fsdp_sched.ir.statements import read_statements
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
-    fsdp_matmul_into,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
@@ -45,6 +44,14 @@ from thunder_fsdp_sched.sharding import shard_module
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place
+
+from thunder.core.symbol import Symbol
+from thunder.extend import get_executor
+
+
+def symbol_named(name: str) -> Symbol:
+    """Return the symbol of this package that traces show under a name."""
+    return get_executor("fsdp_sched").opmap[name]
 
 
 def read_schedule(trace: Any) -> Any:

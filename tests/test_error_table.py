@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import pickle
 import re
 import string
@@ -10,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched.errors import texts
 
 import pytest
 from coded import coded
 
 PACKAGE = Path(thunder_fsdp_sched.__file__).parent
+TABLE = configparser.ConfigParser(delimiters=("=",), comment_prefixes=("#",), interpolation=None)
+TABLE.read(PACKAGE / "errors.ini", encoding="utf-8")
+TEXTS = {f"{section}.{name}": text for section in TABLE.sections() for name, text in TABLE[section].items()}
 
 
 def _uses() -> Iterator[tuple[str, str, set[str]]]:
@@ -27,9 +30,9 @@ def _uses() -> Iterator[tuple[str, str, set[str]]]:
                 given = {keyword.arg for keyword in node.keywords if keyword.arg}
                 if isinstance(node.func, ast.Name) and node.func.id == "coded_error":
                     code = node.args[1]
-                    assert not isinstance(code, ast.Constant) or code.value in texts(), f"{place}: {code.value!r}"
+                    assert not isinstance(code, ast.Constant) or code.value in TEXTS, f"{place}: {code.value!r}"
                 for arg in node.args:
-                    if isinstance(arg, ast.Constant) and arg.value in texts():
+                    if isinstance(arg, ast.Constant) and arg.value in TEXTS:
                         yield place, arg.value, given
 
 
@@ -44,11 +47,11 @@ def test_each_error_fits_its_text() -> None:
     used = set()
     for place, code, given in _uses():
         # What a function that raises many errors adds: the title of a leaf, where forward writes in place, ...
-        added = _placeholders(texts()[code]) - given
-        assert given <= _placeholders(texts()[code]) and added <= {"title", "where"}, f"{place}: {code}"
+        added = _placeholders(TEXTS[code]) - given
+        assert given <= _placeholders(TEXTS[code]) and added <= {"title", "where"}, f"{place}: {code}"
         used.add(code)
 
-    assert used == set(texts()), "the table has texts that nothing raises"
+    assert used == set(TEXTS), "the table has texts that nothing raises"
 
 
 def test_an_error_of_the_table_has_a_code_also_in_another_process() -> None:

@@ -14,11 +14,11 @@ from internals import (
     args_of,
     facts_of,
     fsdp_all_gather,
-    fsdp_matmul_into,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
     outs_of,
+    symbol_named,
 )
 from synthetic_traces import make_buckets, tensor
 from thunder.core import dtypes, prims
@@ -29,6 +29,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import OperatorExecutor
 
 executor = OperatorExecutor("liveness_test")
+fsdp_matmul_into = symbol_named("fsdp_matmul_into")
 
 
 def _refuses(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

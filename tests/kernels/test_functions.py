@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.kernels.functions import with_kernels
 
 import pytest
 import thunder
@@ -85,7 +84,7 @@ def kernels_of(jitted: Any) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_function_that_is_kept_whole_returns_torchs_numbers(name: str) -> None:
     kernel, function, args = CASES[name]
-    jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cpu"}))
+    jitted = thunder.jit(lambda *a: function(*a), executors=("torch_kernels", *thunder.get_default_executors()))
     for dtype in (F64, torch.float32, BF16) if kernel else (F64,):
         of = tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         for change_strides in (False, True):

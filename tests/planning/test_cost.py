@@ -5,10 +5,11 @@ No test depends on how long anything takes.
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 from thunder_fsdp_sched import BucketSpec
 from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
-from thunder_fsdp_sched.extras.planning.cost import Seconds, ring_seconds
+from thunder_fsdp_sched.extras.planning.cost import ring_seconds
 from thunder_fsdp_sched.extras.step_memory.rows import StepRows
 from thunder_fsdp_sched.kernels.calls import call_operator
 from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol, cluster
@@ -170,7 +171,7 @@ def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
     return [s.device for s in seconds(AnalyticCost(spec), trace)]
 
 
-def seconds(cost: AnalyticCost, *traces: TraceCtx) -> list[Seconds]:
+def seconds(cost: AnalyticCost, *traces: TraceCtx) -> list[Any]:
     return [cost.seconds(row) for row in StepRows(*traces).rows]
 
 
