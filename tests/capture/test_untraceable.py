@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from beside import Applied, AppliedEach, Beside
 from coded import coded
+from models import Calling
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -239,19 +240,9 @@ def test_environment_variables_are_compared_in_each_call(monkeypatch: pytest.Mon
     assert thunder.cache_misses(both.model) == 3
 
 
-class _Frozen(nn.Module):
-    """An embedding with sparse gradients, which gets none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(3, 2, sparse=True).requires_grad_(False)
-
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        return y + self.embedding(TOKENS)
-
-
 def test_a_frozen_embedding_may_be_sparse() -> None:
-    beside(_Frozen()).check(X)
+    frozen = nn.Embedding(3, 2, sparse=True).requires_grad_(False)  # gets no gradient
+    beside(Calling(lambda self, y: y + self.embedding(TOKENS), embedding=frozen)).check(X)
 
 
 @torch.no_grad()
