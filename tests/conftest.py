@@ -16,6 +16,7 @@ from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
 import profiles
 import pytest
+import torch
 import torch.distributed as dist
 from device import IS_CUDA
 from known_frames import remember_frames
@@ -26,6 +27,7 @@ logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # as on worker ranks: two tests run at a time, and threads of OpenMP spin while they wait
     profiles.LONG = "long" in config.option.markexpr.replace("not long", "")
 
 
