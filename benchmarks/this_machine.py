@@ -1,7 +1,7 @@
 """Measure single pieces of a step on this machine, in one process or on its cores.
 
     python benchmarks/this_machine.py                      # as a ClusterSpec, with a rank for each core; a minute
-    python benchmarks/this_machine.py kernels              # the functions that `torch_kernels` keeps whole
+    python benchmarks/this_machine.py kernels              # functions that torch's kernels run
     python benchmarks/this_machine.py kernels --rows 64 --width 16 --rounds 2
     python benchmarks/this_machine.py formats              # those of CommPolicy: 8 ranks, links of 1 to 100 Gbit/s, 32 MB
     python benchmarks/this_machine.py formats --numel 65536 --steps 4
@@ -9,7 +9,7 @@
 
 * Cluster: each rank has one thread and one core, and gloo between them. The output, in a file, is for ``--cluster``.
 * Kernels: each function runs forward and backward under ``thunder.jit`` with one thread, once with Thunder's default
-  executors and once with ``torch_kernels`` before them, in turns. "Torch" is eager torch. Saved bytes are those of what
+  executors and once with ``torch_kernels`` and ``torch_elementwise`` before them, in turns. "Torch" is eager torch. Saved bytes are those of what
   forward keeps for backward, without the inputs, which are there anyway.
 * Formats: nothing is sent. The time of a direction is that of its bytes at the rate of a link, and the least processor
   time of a thread that encodes what a rank sends and decodes what it receives, one after the other. Reductions are
@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import statistics
 import time
@@ -33,7 +34,7 @@ from typing import Any
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Format, Wire
 from thunder_fsdp_sched.extras.planning.clusters import GLOO, ClusterSpec, Protocol, as_json
-from thunder_fsdp_sched.kernels.executor import executor
+from thunder_fsdp_sched.kernels.functions import with_kernels
 
 import harness
 import thunder
@@ -119,6 +120,7 @@ def cases(rows: int, width: int) -> dict[str, tuple[Callable[..., Any], tuple[An
     heads = [torch.randn(4, max(width // 64, 1), max(rows // 4, 1), 64) for _ in range(3)]
     images = torch.randn(2, 8, max(rows // 16, 2), max(width // 2, 2))
     targets = torch.randint(width, (rows,))
+    pair = (x.bfloat16(), torch.randn(rows, width).bfloat16())
     activations = [
         "gelu",
         "silu",
@@ -144,6 +146,10 @@ def cases(rows: int, width: int) -> dict[str, tuple[Callable[..., Any], tuple[An
         "scaled_dot_product_attention": (partial(F.scaled_dot_product_attention, is_causal=True), tuple(heads)),
         "avg_pool2d": (partial(F.avg_pool2d, kernel_size=2), (images,)),
         "interpolate": (partial(F.interpolate, scale_factor=2.0), (images,)),
+        "a + b, bfloat16": (operator.add, pair),
+        "a * b, bfloat16": (operator.mul, pair),
+        "a * 0.3, bfloat16": (lambda a: a * 0.3, pair[:1]),
+        "silu(a) * b, bfloat16": (lambda a, b: F.silu(a) * b, pair),
         "interpolate, bilinear": (partial(F.interpolate, scale_factor=2.0, mode="bilinear"), (images,)),
     }
 
@@ -176,7 +182,7 @@ def compare_kernels(arguments: argparse.Namespace) -> None:
         systems = {
             "torch": function,
             "thunder": thunder.jit(call, executors=default),
-            "whole": thunder.jit(call, executors=(executor, *default)),
+            "whole": thunder.jit(call, executors=with_kernels(default, {"cpu"})),
         }
         runs = {key: partial(forward_and_backward, system, args) for key, system in systems.items()}
         for _ in range(2):

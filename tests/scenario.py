@@ -269,8 +269,9 @@ class Run:
         if IS_CUDA and kernels:
             jit_options = {"executors": [*kernels, *thunder.get_default_executors()], **(jit_options or {})}
         if oracle is not None:
-            # With the kernels that `fsdp` uses on a CPU by default.
-            given = {"executors": [*kernels, *thunder.get_default_executors()], **(jit_options or {})}
+            # With the executors that `fsdp` adds.
+            executors = [*kernels, "torch_elementwise", *thunder.get_default_executors()]
+            given = {"executors": executors, **(jit_options or {})}
             jit = lambda module: thunder.jit(module, transforms=[*before, *after], **given)  # noqa: E731
             self.unsharded = Unsharded(self.ranks, copy.deepcopy(model), jit if oracle == "compiled" else None)
         copies = [copy.deepcopy(model) for _ in others]

@@ -138,6 +138,9 @@ TRACED: Functions = {
         y.norm(2) + y.norm(1) + torch.norm(y, 3) + y.norm(float("inf")) + y.norm(2, 1) + y.norm()
     ),
     "reshape": lambda y: y.reshape(shape=(16,)) * torch.reshape(y, shape=[16]).sum(),
+    "chunk": lambda y: (
+        torch.chunk(y, 3)[0].sum() + sum((i + 1) * part.square().sum() for i, part in enumerate(y.chunk(2, dim=-1)))
+    ),
     "repeat_interleave": lambda y: (
         torch.repeat_interleave(y, 2, dim=0, output_size=8) * y.repeat_interleave(2, 0, output_size=8)
     ),
@@ -254,11 +257,12 @@ def test_the_strict_mode_refuses_them(name: str) -> None:
         lambda y: y[(y > 0).nonzero()],
         lambda y: y @ y[:3],
         lambda y: torch.flip(y, (7,)),
+        lambda y: y.chunk(2, dims=1)[0],
     ],
-    ids=["masked_select", "nonzero", "a mistake", "a mistake in a leaf"],
+    ids=["masked_select", "nonzero", "a mistake", "a mistake in a leaf", "a mistake in a replaced function"],
 )
 def test_errors_stay_if_a_function_cannot_run_so(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with warnings.catch_warnings(), pytest.raises((NotImplementedError, RuntimeError, IndexError)):
+    with warnings.catch_warnings(), pytest.raises((NotImplementedError, RuntimeError, IndexError, TypeError)):
         warnings.filterwarnings("error", message="fsdp: .*runs as it is")
         Beside(Applied(call, 4)).model(torch.ones(4, 4))
 

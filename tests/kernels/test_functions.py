@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-F64, BF16 = torch.float64, torch.bfloat16
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 def tensor(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
+LABELS = torch.tensor([4, 0, -100, 3])
 HEADS = tuple(tensor(2, 3, 5, 8, seed=seed) for seed in range(3))
 FLASH = "scaled_dot_product_flash_attention_for_cpu"
 causal = partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3)
@@ -43,6 +45,22 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "softmax": ("softmax", partial(F.softmax, dim=-1), (tensor(6, 8),)),
     "softmax in another dtype": ("softmax", partial(torch.softmax, dim=-1, dtype=F64), (tensor(6, 8),)),
     "mean squared error": ("mse_loss", F.mse_loss, (tensor(6, 5), tensor(6, 5, seed=1))),
+    "cross entropy": ("nll_loss_forward", F.cross_entropy, (tensor(4, 5), LABELS)),
+    "cross entropy of images": (
+        "nll_loss2d_forward",
+        F.cross_entropy,
+        (tensor(4, 5, 2, 3), LABELS[:, None, None].expand(4, 2, 3)),
+    ),
+    "negative log-likelihood of 3 dimensions": (
+        "nll_loss2d_forward",
+        partial(F.nll_loss, ignore_index=-100),
+        (tensor(4, 5, 2), LABELS[:, None].expand(4, 2)),
+    ),
+    "negative log-likelihood": (
+        "nll_loss_forward",
+        partial(F.nll_loss, reduction="sum", ignore_index=3),
+        (tensor(4, 5, dtype=F32), LABELS.clamp(min=0)),
+    ),
     "logsumexp": ("logsumexp", partial(torch.logsumexp, dim=(0,)), (tensor(6, 5),)),
     "average of 1 dimension": ("avg_pool2d", partial(F.avg_pool1d, kernel_size=2), (tensor(2, 4, 6),)),
     "average of 2 dimensions": ("avg_pool2d", partial(F.avg_pool2d, kernel_size=(2, 3)), (tensor(2, 4, 6, 6),)),
@@ -81,6 +99,11 @@ def kernels_of(jitted: Any) -> list[str]:
     return [name.removeprefix("torch_") for name in names if name.startswith("torch_")]
 
 
+def casts_of(jitted: Any) -> list[str]:
+    traces = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+    return [str(bsym) for trace in traces for bsym in trace.bound_symbols if bsym.sym.name == "to"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_function_that_is_kept_whole_returns_torchs_numbers(name: str) -> None:
     kernel, function, args = CASES[name]
@@ -96,3 +119,115 @@ def test_a_function_that_is_kept_whole_returns_torchs_numbers(name: str) -> None
             torch.testing.assert_close(new, grads, **exact)
             if kernel is not None:
                 assert kernel in kernels_of(jitted)
+
+
+OPERANDS: dict[str, tuple[Any, Any]] = {
+    "bfloat16": (tensor(4, 3, dtype=BF16).abs(), tensor(4, 3, dtype=BF16, seed=1).abs()),
+    "float16": (tensor(4, 3, dtype=F16).abs(), tensor(4, 3, dtype=F16, seed=1).abs()),
+    "both": (tensor(3, dtype=BF16).abs(), tensor(3, dtype=F16, seed=1).abs()),
+    "with float32": (tensor(3, dtype=BF16).abs(), tensor(3, dtype=F32, seed=1).abs()),
+    "float32 without dimensions": (tensor(3, dtype=BF16).abs(), tensor(dtype=F32, seed=1).abs()),
+    "without dimensions": (tensor(dtype=BF16).abs(), tensor(3, dtype=F32, seed=1).abs()),
+    "with more dimensions": (tensor(4, 3, dtype=F16).abs(), tensor(3, dtype=BF16, seed=1).abs()),
+    "integers": (tensor(3, dtype=BF16).abs(), torch.arange(1, 4)),
+    "a number": (tensor(3, dtype=BF16).abs(), 0.3),
+    "a number first": (0.3, tensor(3, dtype=BF16).abs()),
+    "an integer first": (2, tensor(3, dtype=BF16).abs()),
+}
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    **{name: getattr(torch, name) for name in ("abs", "cos", "erf", "exp", "log", "neg", "reciprocal", "rsqrt", "sin")},
+    **{name: getattr(torch, name) for name in ("sqrt", "square", "tanh")},
+    "mean": torch.mean,
+    "mean of a dimension": partial(torch.mean, dim=-1, keepdim=True),
+    "sum": torch.sum,
+    "sum in float64": partial(torch.sum, dtype=F64),
+    "power": lambda a: a**3,
+    "power of a number": lambda a: 2**a,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_functions_of_two_bytes_an_element_return_torchs_numbers_without_casts(name: str) -> None:
+    function = ELEMENTWISE[name]
+    of_two = name in ("add", "sub", "mul", "div")
+    operands = (
+        OPERANDS
+        if of_two
+        else {"bfloat16": (tensor(4, 3, dtype=BF16).abs(),), "float16": (tensor(4, 3, dtype=F16).abs(),)}
+    )
+    jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    for kind, args in operands.items():
+        for change_strides in (False, True):
+            expected, grads = run(function, args, change_strides=change_strides)
+            found, new = run(jitted, args, change_strides=change_strides)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=kind)
+            torch.testing.assert_close(new, grads, rtol=0, atol=0, msg=kind)
+            assert kernels_of(jitted), kind
+            assert not casts_of(jitted), kind
+
+
+@pytest.mark.parametrize("name", ["gelu", "hardswish", "leaky relu", "silu"])
+def test_activations_are_kept_whole_on_each_device(name: str) -> None:
+    kernel, function, args = CASES[name]
+    jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    torch.testing.assert_close(
+        run(jitted, args, change_strides=True), run(function, args, change_strides=True), rtol=0, atol=0
+    )
+    assert kernels_of(jitted) == [f"{kernel}", f"{kernel}_backward"]
+
+
+def _sums(a: Tensor) -> Tensor:
+    return (a * a).sum() * a.sum(-1, keepdim=True) * a.mean() * a / a.mean() * (a**2) * 2**a
+
+
+def test_a_trace_calls_each_overload_of_an_operator() -> None:
+    jitted = thunder.jit(_sums, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    args = ((tensor(3, 4, dtype=BF16) / 4).abs(),)
+    for _ in range(2):
+        expected, found = run(_sums, args, change_strides=False), run(jitted, args, change_strides=False)
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+        # Gradients of a value that is read several times are added in another order.
+        torch.testing.assert_close(found[1], expected[1], rtol=0.02, atol=0.02)
+
+
+def test_a_power_of_zero_has_a_gradient_of_zeros() -> None:
+    jitted = thunder.jit(lambda a: a**0, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    _, (grad,) = run(jitted, (tensor(3, dtype=BF16),), change_strides=False)
+    assert grad is not None and not grad.any()
+
+
+def test_complex_numbers_stay_thunders_own() -> None:
+    jitted = thunder.jit(lambda a: (a * 1j).real, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    assert not jitted(tensor(3, dtype=BF16)).any()
+
+
+def test_an_operand_without_dimensions_does_not_decide_the_device() -> None:
+    jitted = thunder.jit(lambda s, a: s * a, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted(tensor(dtype=BF16), torch.empty(3, dtype=BF16, device="meta"))
+    (product,) = [b.output for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "torch_mul"]
+    assert product.device.type == "meta"
+
+
+def test_other_dtypes_stay_thunders_own() -> None:
+    """An ``alpha`` does, too, for which Thunder has another dtype than torch: of ``torch.sub(a, integers, alpha=0.5)``."""
+    jitted = thunder.jit(lambda a, b: a * b - a, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    run(jitted, (tensor(3, dtype=F32), tensor(3, dtype=F32)), change_strides=False)
+    assert not kernels_of(jitted)
+    scaled = thunder.jit(
+        partial(torch.sub, alpha=0.5), executors=with_kernels(thunder.get_default_executors(), {"cuda"})
+    )
+    run(scaled, (tensor(dtype=BF16), torch.arange(3)), change_strides=False)
+    assert not kernels_of(scaled)
+
+
+def test_an_executor_that_fuses_gets_the_elementwise_operators() -> None:
+    defaults = thunder.get_default_executors()
+    fusing, partly = map(thunder.extend.get_executor, ("torchcompile", "torchcompile_cat"))
+    added = {each.name for each in with_kernels(defaults, {"cuda"})} - {each.name for each in defaults}
+    assert added == {"torch_elementwise"}
+    assert with_kernels([fusing, *defaults], {"cuda"}) == (fusing, *defaults)
+    assert "torch_elementwise" in [each.name for each in with_kernels([partly, *defaults], {"cuda"})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
@@ -15,6 +16,7 @@ from thunder.core.proxies import TensorProxy
 from ..errors import coded_error
 from ..ir.inspection import python_type_of
 from ..private_interpreter import call_interpreted
+from ..private_thunder import shape_of
 
 
 def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -47,9 +49,30 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, reshape, wrap_const(function))
     if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
         return partial(call_interpreted, norm)  # Thunder calls torch.linalg.norm, which of a matrix is another one
+    if name == "chunk" and _has_parts([*map(unwrap, args)], {key: unwrap(value) for key, value in kwargs.items()}):
+        return partial(call_interpreted, chunk)
     if name == "repeat_interleave" and "output_size" in kwargs:
         return partial(call_interpreted, repeat_interleave)
     return None
+
+
+def _has_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of ``chunk`` is right and has results that are not empty, of a size that is no proxy."""
+    try:
+        bound = inspect.signature(chunk).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    bound.apply_defaults()
+    tensor, chunks, dim = bound.args
+    if not (isinstance(tensor, TensorProxy) and type(chunks) is type(dim) is int and -tensor.ndim <= dim < tensor.ndim):
+        return False
+    size = shape_of(tensor)[dim]
+    return type(size) is int and size > 0 and chunks > 1
+
+
+def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    # Its gradient is one concatenation. Thunder takes slices, of which each pads its gradient to the size of the input.
+    return tuple(torch.split(input, -(-input.shape[dim] // chunks), dim))
 
 
 def repeat_interleave(

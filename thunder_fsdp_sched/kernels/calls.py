@@ -69,16 +69,23 @@ def _symbol_of(operator: Any) -> Symbol:
             if not tensors:  # a constant, such as the minus infinity of a mask
                 device = to_device(kwargs["device"])
                 return TensorProxy(shape=result.shape, dtype=result.dtype, device=device, requires_grad=False)
-            return TensorProxy(like=tensors[0], shape=result.shape, dtype=result.dtype)
+            return TensorProxy(like=max(tensors, key=_decides_device), shape=result.shape, dtype=result.dtype)
 
         return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
 
     base = getattr(operator, "__wrapped__", operator)
     if base is not torch.reshape:  # ranks compare numbers by what their arguments are called
         meta.__signature__ = _signature_of(base)  # type: ignore[attr-defined]
-    # With a prefix, because Thunder has operators of its own with some of these names.
-    name = operator.__name__.partition(".")[0].strip("_")
-    return executor.register_operator(f"torch_{name}", meta=meta, fn=operator)
+    # With a prefix, because Thunder has operators of its own with some of these names, and with the overload: a trace calls
+    # one function by each name.
+    name, _, overload = operator.__name__.strip("_").partition(".")
+    name = f"torch_{name}" if overload in ("", "default", "Tensor") else f"torch_{name}_{overload}"
+    return executor.register_operator(name, meta=meta, fn=operator)
+
+
+def _decides_device(tensor: TensorProxy) -> tuple[bool, bool]:
+    """Return a key that is greatest for the tensor on whose device torch computes."""
+    return tensor.ndim > 0, tensor.device.type != "cpu"
 
 
 def _signature_of(operator: Any) -> inspect.Signature:
@@ -125,14 +132,21 @@ class KernelCall(NamedTuple):
         return result
 
 
-def call_of(symbol: Symbol, differentiable: frozenset[str], args: Any, kwargs: Any) -> KernelCall | None:
+def call_of(
+    symbol: Symbol, function: Callable[..., Any] | None, differentiable: frozenset[str], args: Any, kwargs: Any
+) -> KernelCall | None:
     """Return what torch runs for a call of a function; ``None`` if Thunder decomposes it.
 
-    The arguments go to torch by name, except the first, because Thunder leaves out some of torch's.
+    The arguments go to torch by name, because Thunder leaves out some of torch's, except the first, and a second operand,
+    whose names are Thunder's own.
+
+    Args:
+        function: torch's function; ``None`` for that of the symbol.
     """
     bound = inspect.signature(symbol.meta).bind(*args, **kwargs).arguments
     given = {name: argument for name, argument in bound.items() if argument is not None}
-    first, *named = given
+    first = next(iter(given))
+    named = [name for name in given if name not in (first, "b")]
     leaves, spec = tree_flatten((tuple(given.values()), {}))
     inputs = {leaf.name: leaf for leaf in leaves if isinstance(leaf, TensorProxy)}
     wanted = {
@@ -146,7 +160,7 @@ def call_of(symbol: Symbol, differentiable: frozenset[str], args: Any, kwargs: A
     if any(map(_is_symbolic, leaves)) or (arguments := describe(leaves, {})) is None:
         return None
     # That of hardswish has no path.
-    function = torch_function_of(symbol.id) or getattr(torch.nn.functional, symbol.name)
+    function = function or torch_function_of(symbol.id) or getattr(torch.nn.functional, symbol.name)
     flags = tuple([name in wanted for name in inputs])
     program = cached(torch_program, function, arguments, spec, device_of(inputs.values()), tuple(named), flags)
     return None if program is None else KernelCall(program, tuple(inputs.values()))

@@ -1,4 +1,4 @@
-"""The executor that runs torch's kernels, and which of those for attention torch may use: [Note: Torch's kernels]."""
+"""The executors that run torch's kernels, and which of those for attention torch may use: [Note: Torch's kernels]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class _KernelExecutor(OperatorExecutor):
 
 
 executor = _KernelExecutor("torch_kernels", version="0.1")
-register_executor(executor)
+elementwise = _KernelExecutor("torch_elementwise", version="0.1")
+for _executor in (executor, elementwise):
+    register_executor(_executor)
 
 
 def attention_backends() -> tuple[bool, ...]:

@@ -2,46 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import thunder.torch as ltorch
+import torch
+from thunder.core import dtypes
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
-from thunder.extend import Executor, get_default_executors
+from thunder.extend import Executor, FusionExecutor, OperatorExecutor, get_default_executors
 
-from .executor import executor
+from .executor import elementwise, executor
+
+_OF_TWO_BYTES = frozenset({dtypes.bfloat16, dtypes.float16})
 
 
 def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) -> tuple[Executor, ...]:
-    """Return executors with that of torch's kernels before Thunder's default ones: see [Note: Torch's kernels].
+    """Return executors with those of torch's kernels before Thunder's default ones: see [Note: Torch's kernels].
 
     Args:
-        executors: as a user has passed them to ``thunder.jit``. Without all of Thunder's default ones, and where the
-            executor is among them already, the user decides.
+        executors: as a user has passed them to ``thunder.jit``. Without all of Thunder's default ones the user decides.
         computes_on: types of the devices of the parameters, in a plan those of the cluster.
     """
     defaults = get_default_executors()
-    if executor in executors or not set(defaults) <= set(executors) or set(computes_on) != {"cpu"}:
+    if not set(defaults) <= set(executors):
         return tuple(executors)
+    added = [executor] * (set(computes_on) == {"cpu"}) + [elementwise] * (not any(map(_fuses_all, executors)))
     first = min(map(executors.index, defaults))
-    return (*executors[:first], executor, *executors[first:])
+    return (*executors[:first], *(each for each in added if each not in executors), *executors[first:])
 
 
-def _keep_whole(symbol: Symbol, *differentiable: str) -> None:
+def _fuses_all(candidate: Executor) -> bool:
+    """Return whether an executor fuses elementwise operators wherever they are, as nvFuser and Inductor do."""
+    is_partial = getattr(candidate, "required_ops", None)  # those of Thunder that fuse what is around `cat` or a loss
+    return isinstance(candidate, FusionExecutor) and PrimIDs.MUL in candidate.implmap and not is_partial
+
+
+def _is_of_two_bytes(args: Any, kwargs: Any) -> bool:
+    """Return whether an operand has elements of two bytes, and all are real.
+
+    With an ``alpha`` other than 1, Thunder has another dtype than torch for some operands.
+    """
+    alpha = kwargs.get("alpha", 1)
+    found = {a.dtype for a in args if isinstance(a, TensorProxy)}
+    is_complex = any(isinstance(a, complex) for a in args) or any(map(dtypes.is_complex_dtype, found))
+    return not found.isdisjoint(_OF_TWO_BYTES) and not is_complex and type(alpha) in (int, float) and alpha == 1
+
+
+def _keep_whole(
+    symbol: Symbol,
+    *differentiable: str,
+    by: OperatorExecutor = executor,
+    function: Callable[..., Any] | None = None,
+    if_called_with: Callable[[Any, Any], bool] = lambda args, kwargs: True,
+) -> None:
     """Claim a function.
 
     Args:
         differentiable: names of the arguments besides the first that gradients are passed to.
+        by: the executor that claims it.
+        function: torch's function; ``None`` for the one whose name the symbol has.
+        if_called_with: whether positional arguments and those by name are such that the function is claimed.
     """
     names = frozenset(differentiable)
 
     def call_of(args: Any, kwargs: Any) -> Any:
         from .calls import call_of  # here, because many models call none of these functions
 
-        return call_of(symbol, names, args, kwargs)
+        return call_of(symbol, function, names, args, kwargs)
 
     def can_run(*args: Any, **kwargs: Any) -> bool:
-        return call_of(args, kwargs) is not None
+        return if_called_with(args, kwargs) and call_of(args, kwargs) is not None
 
     def execute(*args: Any, **kwargs: Any) -> Any:
         return call_of(args, kwargs).execute()
@@ -49,15 +82,15 @@ def _keep_whole(symbol: Symbol, *differentiable: str) -> None:
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         return call_of(args, kwargs).differentiate()
 
-    executor.register_implementation(symbol, checker=can_run, execution_transform=execute, grad_transform=differentiate)
+    by.register_implementation(symbol, checker=can_run, execution_transform=execute, grad_transform=differentiate)
 
 
 for _symbol in (ltorch.layer_norm, ltorch.group_norm, ltorch.rms_norm):
     _keep_whole(_symbol, "weight", "bias")
-# Cross entropy, log-softmax, embedding and tanh are not among them: Thunder calls torch's kernels for them itself. `relu`
-# takes two operators in Thunder, too. RMS norm is one kernel on GPUs only. See `benchmarks/this_machine.py`.
+# Log-softmax, embedding and tanh are not among them: Thunder calls torch's kernels for them itself. Cross entropy is a
+# log-softmax and a negative log-likelihood, for which Thunder copies its input twice. `relu` takes two operators in Thunder,
+# too. RMS norm is one kernel on GPUs only. See `benchmarks/this_machine.py`.
 for _symbol in (
-    # activations
     ltorch.elu,
     ltorch.gelu,
     ltorch.glu,
@@ -70,10 +103,12 @@ for _symbol in (
     ltorch.sigmoid,
     ltorch.silu,
     ltorch.softplus,
-    # softmax
+):
+    for _executor in (executor, elementwise):
+        _keep_whole(_symbol, by=_executor)
+for _symbol in (
     ltorch._softmax,
     ltorch.logsumexp,
-    # pooling and interpolation
     ltorch.avg_pool1d,
     ltorch.avg_pool2d,
     ltorch.avg_pool3d,
@@ -81,4 +116,36 @@ for _symbol in (
 ):
     _keep_whole(_symbol)
 _keep_whole(ltorch.mse_loss, "target")
+_keep_whole(ltorch.nll_loss)
 _keep_whole(ltorch.scaled_dot_product_attention, "key", "value")
+
+# Thunder computes these of bfloat16 and float16 in float32, with a cast of each operand and of the result, as a fusion
+# executor needs it, and saves the operands in float32. Torch casts inside of one kernel. Python's operators also take a
+# number first.
+_OPERATORS: dict[Symbol, Callable[..., Any]] = {
+    ltorch.add: lambda a, b, alpha: a + b,
+    ltorch.sub: lambda a, b, alpha: a - b,
+    ltorch.mul: operator.mul,
+    ltorch.true_divide: operator.truediv,
+    ltorch.div: operator.truediv,
+    ltorch.pow: operator.pow,
+    ltorch.mean: lambda a, dim=None, **options: torch.mean(a, dim, **options),
+    ltorch.sum: lambda a, dim=None, **options: torch.sum(a, dim, **options),
+}
+for _symbol, _function in _OPERATORS.items():
+    _keep_whole(_symbol, "b", by=elementwise, function=_function, if_called_with=_is_of_two_bytes)
+for _symbol in (
+    ltorch.abs,
+    ltorch.cos,
+    ltorch.erf,
+    ltorch.exp,
+    ltorch.log,
+    ltorch.neg,
+    ltorch.reciprocal,
+    ltorch.rsqrt,
+    ltorch.sin,
+    ltorch.sqrt,
+    ltorch.square,
+    ltorch.tanh,
+):
+    _keep_whole(_symbol, by=elementwise, if_called_with=_is_of_two_bytes)

@@ -51,6 +51,7 @@ FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
             aten.native_layer_norm_backward.default,
             aten.native_group_norm.default,
             aten.native_group_norm_backward.default,
+            aten.nll_loss2d_backward.default,
         )
     },
     **{
@@ -70,9 +71,9 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.d
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 """Operators that do not count."""
 
-_MAX_OPERATORS = 7
+_MAX_OPERATORS = 10
 """The most base operators, forward and backward, of a function that counts as one with kernels. Attention to itself with a
-mask of booleans takes seven."""
+mask of booleans takes seven, and the quotient of two tensors ten if they have different dtypes and shapes."""
 
 
 class _Value(NamedTuple):
@@ -134,6 +135,8 @@ class TorchProgram(NamedTuple):
             known.update((value, result) for value, result in pairs if value is not None)
         if grad is None:
             return known[self.result], ()
+        if self.grad not in known:  # as the gradient of a sum is that of its operands
+            known[self.grad] = grad(known[self.result])
         return known[self.result], tuple([None if each is None else known[each] for each in self.grads])
 
 
@@ -150,18 +153,22 @@ def torch_program(
     Args:
         arguments: as ``observation.describe`` returns them.
         device: the type of the device of the tensors.
-        named: names of all arguments but the first.
+        named: names of the last arguments; the others go by position.
         differentiable: for each tensor argument, each once, whether its gradient is wanted.
     """
     try:
         with fake_mode(device):
-            (first, *others), _ = fake_arguments(arguments, spec)
-            program = _record(function, (first,), dict(zip(named, others, strict=True)), differentiable)
+            given, _ = fake_arguments(arguments, spec)
+            count = len(given) - len(named)
+            by_name = dict(zip(named, given[count:], strict=True))
+            program = _record(function, given[:count], by_name, differentiable)
     except Exception:  # torch refuses such a call, or one with fake tensors: Thunder runs it in its own way
         return None
     called = [step.operator for step in program.steps if step.operator not in _VIEWS]
     if len(called) > _MAX_OPERATORS or not all(map(_is_functional, program.steps)):
         return None
+    if any(each is not None and not _depends(program.steps, each, program.grad) for each in program.grads):
+        return None  # zeros, as of `x**0`: Thunder passes on what is computed from the gradient of the result alone
     steps = [step._replace(operator=FOR_ALL_STRIDES.get(step.operator, step.operator)) for step in program.steps]
     return program._replace(steps=steps)
 
@@ -236,12 +243,21 @@ def _is_functional(step: _OperatorCall) -> bool:
 
 def _needed(steps: Sequence[_OperatorCall], result: _Value) -> frozenset[int]:
     """Return the numbers of the steps that compute ``result``."""
+    return frozenset(_ancestors(steps, result)[0])
+
+
+def _depends(steps: Sequence[_OperatorCall], result: _Value, value: _Value) -> bool:
+    return value in _ancestors(steps, result)[1]
+
+
+def _ancestors(steps: Sequence[_OperatorCall], result: _Value) -> tuple[set[int], set[_Value]]:
+    """Return the numbers of the steps that compute ``result``, and the values that they read, with ``result``."""
     values, numbers = {result}, set()
     for number in reversed(range(len(steps))):
         if values.intersection(_values(steps[number].results)):
             numbers.add(number)
             values.update(steps[number].reads())
-    return frozenset(numbers)
+    return numbers, values
 
 
 def _values(tree: Any) -> Iterator[_Value]:
