@@ -9,8 +9,8 @@
 
 * Cluster: each rank has one thread and one core, and gloo between them. The output, in a file, is for ``--cluster``.
 * Kernels: each function runs forward and backward under ``thunder.jit`` with one thread, once with Thunder's default
-  executors and once with ``torch_kernels`` and ``torch_elementwise`` before them, in turns. "Torch" is eager torch. Saved bytes are those of what
-  forward keeps for backward, without the inputs, which are there anyway.
+  executors and once with ``torch_kernels`` and ``torch_elementwise`` before them, in turns. "Torch" is eager torch. Saved
+  bytes are those of what forward keeps for backward, without the inputs, which are there anyway.
 * Formats: nothing is sent. The time of a direction is that of its bytes at the rate of a link, and the least processor
   time of a thread that encodes what a rank sends and decodes what it receives, one after the other. Reductions are
   exchanges of pieces, which "exact" adds up, too. Errors are those of the mean gradient over ranks, each with its own

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.kernels.functions import with_kernels
 
 import pytest
 import thunder
@@ -134,6 +135,7 @@ OPERANDS: dict[str, tuple[Any, Any]] = {
     "a number first": (0.3, tensor(3, dtype=BF16).abs()),
     "an integer first": (2, tensor(3, dtype=BF16).abs()),
 }
+ON_EACH_DEVICE = ["torch_elementwise", *thunder.get_default_executors()]
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -159,7 +161,7 @@ def test_functions_of_two_bytes_an_element_return_torchs_numbers_without_casts(n
         if of_two
         else {"bfloat16": (tensor(4, 3, dtype=BF16).abs(),), "float16": (tensor(4, 3, dtype=F16).abs(),)}
     )
-    jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(lambda *a: function(*a), executors=ON_EACH_DEVICE)
     for kind, args in operands.items():
         for change_strides in (False, True):
             expected, grads = run(function, args, change_strides=change_strides)
@@ -173,7 +175,7 @@ def test_functions_of_two_bytes_an_element_return_torchs_numbers_without_casts(n
 @pytest.mark.parametrize("name", ["gelu", "hardswish", "leaky relu", "silu"])
 def test_activations_are_kept_whole_on_each_device(name: str) -> None:
     kernel, function, args = CASES[name]
-    jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(lambda *a: function(*a), executors=ON_EACH_DEVICE)
     torch.testing.assert_close(
         run(jitted, args, change_strides=True), run(function, args, change_strides=True), rtol=0, atol=0
     )
@@ -185,7 +187,7 @@ def _sums(a: Tensor) -> Tensor:
 
 
 def test_a_trace_calls_each_overload_of_an_operator() -> None:
-    jitted = thunder.jit(_sums, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(_sums, executors=ON_EACH_DEVICE)
     args = ((tensor(3, 4, dtype=BF16) / 4).abs(),)
     for _ in range(2):
         expected, found = run(_sums, args, change_strides=False), run(jitted, args, change_strides=False)
@@ -195,18 +197,18 @@ def test_a_trace_calls_each_overload_of_an_operator() -> None:
 
 
 def test_a_power_of_zero_has_a_gradient_of_zeros() -> None:
-    jitted = thunder.jit(lambda a: a**0, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(lambda a: a**0, executors=ON_EACH_DEVICE)
     _, (grad,) = run(jitted, (tensor(3, dtype=BF16),), change_strides=False)
     assert grad is not None and not grad.any()
 
 
 def test_complex_numbers_stay_thunders_own() -> None:
-    jitted = thunder.jit(lambda a: (a * 1j).real, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(lambda a: (a * 1j).real, executors=ON_EACH_DEVICE)
     assert not jitted(tensor(3, dtype=BF16)).any()
 
 
 def test_an_operand_without_dimensions_does_not_decide_the_device() -> None:
-    jitted = thunder.jit(lambda s, a: s * a, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(lambda s, a: s * a, executors=ON_EACH_DEVICE)
     jitted(tensor(dtype=BF16), torch.empty(3, dtype=BF16, device="meta"))
     (product,) = [b.output for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "torch_mul"]
     assert product.device.type == "meta"
@@ -214,12 +216,10 @@ def test_an_operand_without_dimensions_does_not_decide_the_device() -> None:
 
 def test_other_dtypes_stay_thunders_own() -> None:
     """An ``alpha`` does, too, for which Thunder has another dtype than torch: of ``torch.sub(a, integers, alpha=0.5)``."""
-    jitted = thunder.jit(lambda a, b: a * b - a, executors=with_kernels(thunder.get_default_executors(), {"cuda"}))
+    jitted = thunder.jit(lambda a, b: a * b - a, executors=ON_EACH_DEVICE)
     run(jitted, (tensor(3, dtype=F32), tensor(3, dtype=F32)), change_strides=False)
     assert not kernels_of(jitted)
-    scaled = thunder.jit(
-        partial(torch.sub, alpha=0.5), executors=with_kernels(thunder.get_default_executors(), {"cuda"})
-    )
+    scaled = thunder.jit(partial(torch.sub, alpha=0.5), executors=ON_EACH_DEVICE)
     run(scaled, (tensor(dtype=BF16), torch.arange(3)), change_strides=False)
     assert not kernels_of(scaled)
 
