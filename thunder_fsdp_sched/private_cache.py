@@ -91,10 +91,11 @@ def compile_acquired(model: ThunderModule, acquired: Acquired) -> Any:
     """Return a new entry of Thunder's cache, compiled of traces that an entry has been compiled of before."""
     data, stats = thunder.compile_data(model), thunder.compile_stats(model)
     stats.cache_misses += 1
-    stats.cache_hits -= 1  # Thunder counts one when it finds the new entry
     stats.last_compile_reasons = defaultdict(list)
     stats.last_trace_tracing_start = time.perf_counter_ns()
-    return data.apply_transforms_and_build_cache_entry(data, stats, thunder._get_cache_info(), *acquired)
+    entry = data.apply_transforms_and_build_cache_entry(data, stats, thunder._get_cache_info(), *acquired)
+    stats.cache_hits -= 1  # Thunder counts one when it finds the new entry
+    return entry
 
 
 def watch_compilations(

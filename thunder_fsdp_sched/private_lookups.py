@@ -68,10 +68,14 @@ def unpacks(inst: Any, stack: Any) -> bool:
     if inst.opname != "UNPACK_SEQUENCE":
         return False
     sequence = stack.getitem_wrapped(-1)
-    if type(sequence.value) not in (list, tuple) or len(sequence.value) != inst.arg:
+    items = sequence.value
+    if type(items) not in (list, tuple) or len(items) != inst.arg:
         return False
-    stack.pop_wrapped()
     sequence.track_items()
+    pairs = zip(sequence.item_wrappers, items, strict=True)
+    if not all(wrapper.value is item or wrapper.original_value is item for wrapper, item in pairs):
+        return False  # native code has changed the list, so Thunder raises an error
+    stack.pop_wrapped()
     with stack.set_cur_instruction(inst):
         stack.extend(reversed(sequence.item_wrappers))
     return True

@@ -123,6 +123,29 @@ def test_other_values_in_the_other_mode_are_traced_again(one_rank: None, monkeyp
     assert [compiled.shares for compiled in transform.compiled] == [None, None]
 
 
+class KeepsConstants(nn.Linear):
+    mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = super().forward(x)
+        self.mask = result > 0
+        return result, result.detach(), torch.ones(2)
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_each_mode_returns_and_keeps_constants(one_rank: None, first: bool, with_grad: bool) -> None:
+    module, x, stages = KeepsConstants(4, 4), torch.randn(3, 4), list[str]()
+    expected = module(x)
+    model = thunder.jit(module, transforms=[fsdp()])
+    with torch.set_grad_enabled(with_grad), following_stages(stages.append):
+        for in_window in (first, not first, first):
+            with model.no_sync() if in_window else nullcontext():
+                torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert stages.count("tracing") == 1
+    assert (thunder.cache_misses(model), thunder.cache_hits(model)) == (2, 1)
+
+
 def test_a_model_that_replaces_a_buffer_is_compiled_in_full(one_rank: None) -> None:
     transform = fsdp()
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

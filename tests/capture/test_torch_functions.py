@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import heapq
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -248,6 +249,17 @@ def test_the_strict_mode_refuses_them(name: str) -> None:
     model = Beside(Applied({**LEAVES, **SMOOTHED}[name], 4).double(), leaf_modules=()).model
     with pytest.raises((NotImplementedError, RuntimeError)):
         model(torch.ones(4, 4, dtype=torch.float64), *((TARGETS, WEIGHT) if name in SMOOTHED else ())).sum().backward()
+
+
+def test_a_list_that_native_code_has_changed_is_not_unpacked_with_its_former_items() -> None:
+    def scale(y: torch.Tensor) -> torch.Tensor:
+        values = [3.0, 1.0]
+        heapq.heapify(values)
+        first, second = values
+        return y * first + second
+
+    with pytest.warns(UserWarning, match="is not traced, but runs as it is"):
+        Beside(nn.Sequential(Applied(scale, 4)).double()).check(torch.ones(4, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from ..ir.gradients import needing_gradient, with_gradient
 from ..ir.inspection import args_of, before_return, names, outs_of, return_of, swap_args, with_bound_symbols
@@ -69,17 +69,19 @@ def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
     }
     bsyms, detached = [], dict[str, TensorProxy]()
     parts = _returned(epilogue)
+    detaching = from_trace(epilogue)
+    detaching.names = {*epilogue.names}  # the epilogue is compiled again for the other mode of `no_sync`
     for bsym in epilogue.bound_symbols:
         is_returned = bsym.sym.id is PrimIDs.RETURN or not parts.isdisjoint(outs_of(bsym))
         swapped = constant.keys() if bsym.sym is prims.pack_attr else returned if is_returned else ()
         for argument in bsym.flat_proxy_args:
             if argument.name in swapped and argument.name not in detached:
-                with tracectx(epilogue):
+                with tracectx(detaching):
                     new = TensorProxy(f"{argument.name}_detached", like=argument, requires_grad=False)
                 detached[argument.name] = new
                 bsyms.append(fsdp_detached.bind(argument, output=new))
         bsyms.append(swap_args(bsym, detached) if swapped else bsym)
-    return with_bound_symbols(epilogue, bsyms, "fsdp: detach constants") if detached else epilogue
+    return with_bound_symbols(detaching, bsyms, "fsdp: detach constants") if detached else epilogue
 
 
 def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]:
