@@ -67,6 +67,18 @@ def test_a_file_without_a_schedule_is_refused_by_name(tmp_path, content):
         fsdp(schedule=path)
 
 
+def test_a_file_of_schedules_is_replaced_at_once_and_a_link_to_it_stays(tmp_path):
+    """So ranks that save to the same path and read it never find a part of a file."""
+    file, link = tmp_path / "schedule.json", tmp_path / "link.json"
+    file.write_text("before")
+    link.symlink_to(file)
+    with file.open() as reader:
+        compiled().save_schedules(link)
+        assert reader.read() == "before"
+    assert link.is_symlink() and json.loads(file.read_text())["steps"]
+    assert sorted(tmp_path.iterdir()) == [link, file]
+
+
 @pytest.mark.parametrize(
     "path, value, fault",
     [

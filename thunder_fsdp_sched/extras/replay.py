@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
+import uuid
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -125,9 +126,15 @@ def pinned_schedule(
 
 
 def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
-    """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
+    """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays.
+
+    Ranks may write the same path at once: who reads it finds a whole file, of one of them.
+    """
     content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    path = Path(path).resolve()  # a link stays one
+    partly_written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partly_written.write_text(json.dumps(content, indent=1) + "\n")
+    partly_written.replace(path)
 
 
 def load_schedules(path: str | Path) -> list[StepSchedule]:
