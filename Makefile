@@ -138,8 +138,9 @@ ifeq ($(NOTEBOOKS),)
 notebooks:
 	@echo "no notebooks yet"
 else
+# One after the other: two kernels that start at once may choose the same port.
 notebooks: $(NOTEBOOK)
-	$(PY) -m pytest -q -n 2 -p no:thunder_fsdp_sched --nbmake --nbmake-timeout=1200 $(NOTEBOOKS)
+	$(PY) -m pytest -q -p no:thunder_fsdp_sched --nbmake --nbmake-timeout=1200 $(NOTEBOOKS)
 endif
 
 setup: $(DEV)
