@@ -1,4 +1,4 @@
-"""What ``inspect`` knows of the frames that are on the stack in every test.
+"""Tell ``inspect`` the modules of the frames that are on the stack in every test.
 
 Thunder calls ``inspect.stack()`` in each compilation. For a frame whose file belongs to no module, as that of ``python -c``,
 ``inspect`` compares the files of all modules, for a millisecond each time, and under xdist five frames are of that kind.

@@ -60,7 +60,8 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
 def unpacks(inst: Any, stack: Any) -> bool:
     """Unpack a list or tuple of the expected length, if ``inst`` does; return whether it is done.
 
-    Thunder interprets an iterator for it, up to the exception at its end, which takes milliseconds to raise.
+    Thunder interprets an iterator for it, up to the exception at its end, for which it waits: see [Note: Thread switches
+    while tracing] in ``capture.thread_switches``.
 
     Args:
         stack: the interpreter's, with the operand.
@@ -196,7 +197,7 @@ def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: Wrap
 
 
 def _end(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    """Choose the exception at the end of Thunder's iterator over a list or tuple: each frame that it passes takes 5 ms."""
+    """Choose the exception at the end of Thunder's iterator over a list or tuple: each frame that it passes takes long."""
     iterator = args[0]
     if type(iterator.value) is not SequenceIter or attribute(iterator, "is_reversed").value:
         return None

@@ -103,9 +103,8 @@ class FSDPTransform(ShardingTransform):
         self.compiled: list[CompiledTraces] = OfCalls()
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
-        self._entries: deque[tuple[Any, CompiledTraces]] = deque(
-            maxlen=RECENT
-        )  # Thunder's, for the other mode of no_sync
+        # Entries of Thunder's cache, whose traces may be compiled again for the other mode of no_sync.
+        self._entries: deque[tuple[Any, CompiledTraces]] = deque(maxlen=RECENT)
         self._again: CompiledTraces | None = None  # whose trace is being compiled again
         self._executors = (
             PassExecutor(
@@ -206,9 +205,10 @@ class FSDPTransform(ShardingTransform):
         self._sharded.progress.log_phase(
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
-        compiles_again = can_compile_again(computation_trace, self)
         original, memory = self._without_alias_updates(computation_trace), MemoryOfInputs()
-        if any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(original.bound_symbols)):
+        writes_in_place = any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(original.bound_symbols))
+        compiles_again = not writes_in_place and can_compile_again(self)
+        if writes_in_place:
             from .mends.write_out_of_place import write_out_of_place  # here, because most programs write nothing
 
             unpacked = unpacked_parameters(prologue_trace)
@@ -507,10 +507,7 @@ class Compilation:
         if self.options.ranks_may_differ:
             self.context.start = load("extras.ranks_differ.start:start_of")(self.transform, self.context, trace, half)
             return
-        from .ir.computation import (
-            actions_of,
-            computation_of,  # here, because one rank compares nothing
-        )
+        from .ir.computation import actions_of, computation_of  # here, because one rank compares nothing
         from .ranks.compare_programs import check_program
 
         computation = computation_of(statements, trace.args, traces.call.inputs)

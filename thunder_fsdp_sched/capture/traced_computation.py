@@ -39,7 +39,6 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
-from ..ir.inspection import nested
 from ..kernels.executor import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
@@ -76,17 +75,14 @@ def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Trans
     return None if structure is None else (IdentityKey(weakref.ref(data)), *structure.key)
 
 
-def can_compile_again(trace: TraceCtx, transform: Transform) -> bool:
-    """Return whether what Thunder has traced can be compiled again for another mode, because compiling does not change it.
+def can_compile_again(transform: Transform) -> bool:
+    """Return whether Thunder may compile what it has traced again for another mode, unless that writes in place.
 
     Args:
-        trace: the computation, before any transform has seen it.
-        transform: the transform that sees the trace now.
+        transform: the transform that sees the trace now. Another one before it may have changed the trace.
     """
     data = get_compile_data()
-    if data is None or not data.transforms or data.transforms[0] is not transform:
-        return False
-    return not any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(trace.bound_symbols))
+    return data is not None and bool(data.transforms) and data.transforms[0] is transform
 
 
 def defers_autograd(transform: Transform) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks compare of a trace: its computation as lines, and what it issues and waits for.
+"""Ranks compare two readings of a trace: its computation as lines, and its actions, which issue and wait.
 
 [Note: Equal computations]
 Ranks shard one model, so they must compute the same on their inputs: the same operators with the same arguments, on the

@@ -63,7 +63,7 @@ def _keep_whole(
     Args:
         differentiable: names of the arguments besides the first that gradients are passed to.
         by: the executor that claims it.
-        function: torch's function; ``None`` for the one whose name the symbol has.
+        function: the function that torch is asked to run; with ``None`` it is the one that has the symbol's name.
         if_called_with: whether positional arguments and those by name are such that the function is claimed.
     """
     names = frozenset(differentiable)

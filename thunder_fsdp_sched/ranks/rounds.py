@@ -1,4 +1,4 @@
-"""What ranks announce in rounds, and the error if it differs: see [Note: Rounds] in ``channel``.
+"""The actions that ranks announce in rounds, and the error if these differ: see [Note: Rounds] in ``channel``.
 
 [Note: Known failures]
 Failures of this rank that all ranks know of are marked, so that whatever they pass through need not announce them again.
