@@ -44,6 +44,10 @@ def _clear(y: torch.Tensor) -> torch.Tensor:
 Functions = dict[str, Callable[..., torch.Tensor]]
 
 
+def _parts(y: torch.Tensor) -> list[torch.Tensor]:
+    return [*y.chunk(2, dim=-1), torch.chunk(y, 3)[0], *torch.unbind(y), *y[:, None].unbind(dim=1), *y[:1].unbind(-2)]
+
+
 def _attend(y: torch.Tensor) -> torch.Tensor:
     heads = y.view(1, 4, 2, 2).transpose(1, 2)
     return F.scaled_dot_product_attention(heads.repeat(1, 2, 1, 1), heads, heads, None, 0.0, True, enable_gqa=True)
@@ -139,9 +143,7 @@ TRACED: Functions = {
         y.norm(2) + y.norm(1) + torch.norm(y, 3) + y.norm(float("inf")) + y.norm(2, 1) + y.norm()
     ),
     "reshape": lambda y: y.reshape(shape=(16,)) * torch.reshape(y, shape=[16]).sum(),
-    "chunk": lambda y: (
-        torch.chunk(y, 3)[0].sum() + sum((i + 1) * part.square().sum() for i, part in enumerate(y.chunk(2, dim=-1)))
-    ),
+    "parts": lambda y: sum((i + 1) * part.square().sum() for i, part in enumerate(_parts(y))),
     "repeat_interleave": lambda y: (
         torch.repeat_interleave(y, 2, dim=0, output_size=8) * y.repeat_interleave(2, 0, output_size=8)
     ),
@@ -235,6 +237,13 @@ def test_values_and_gradients_are_those_of_eager_mode(functions: Functions, args
     count = {name: sum(f"torch's {name} is" in text for text in texts) for name in named}
     expected = {**dict.fromkeys(named, 1), **({"flip": 2} if "flip" in named else {})}  # the function and the method
     assert count == expected and len(texts) == sum(expected.values()), texts
+
+
+def test_the_gradient_of_parts_is_one_concatenation() -> None:
+    model = Beside(Applied(TRACED["parts"], 4)).model
+    model(torch.ones(4, 4)).sum().backward()
+    trace = str(thunder.last_backward_traces(model)[-1])
+    assert "torch.cat(" in trace and "pad(" not in trace
 
 
 @pytest.mark.parametrize("name", [name for name in COMPLEX if name != "a constant"])

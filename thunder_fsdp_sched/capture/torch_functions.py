@@ -208,7 +208,9 @@ _FUNCTIONAL = frozenset(
     + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_head_attention_forward", "nll_loss")
     + ("scaled_dot_product_attention",)
 )
-_REPLACED = frozenset({"as_tensor", "chunk", "eye", "norm", "repeat_interleave", "reshape", "tensor", *_FUNCTIONAL})
+_REPLACED = frozenset(
+    {"as_tensor", "chunk", "eye", "norm", "repeat_interleave", "reshape", "tensor", "unbind", *_FUNCTIONAL}
+)
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""
 
 _BUILTIN = {

@@ -49,30 +49,44 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, reshape, wrap_const(function))
     if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
         return partial(call_interpreted, norm)  # Thunder calls torch.linalg.norm, which of a matrix is another one
-    if name == "chunk" and _has_parts([*map(unwrap, args)], {key: unwrap(value) for key, value in kwargs.items()}):
-        return partial(call_interpreted, chunk)
+    if (parts := _PARTS.get(name)) and _has_parts(parts, args, kwargs):
+        return partial(call_interpreted, parts)
     if name == "repeat_interleave" and "output_size" in kwargs:
         return partial(call_interpreted, repeat_interleave)
     return None
 
 
-def _has_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of ``chunk`` is right and has results that are not empty, of a size that is no proxy."""
+def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of ``chunk`` or ``unbind`` is right, and has results, not empty, of a size that is no proxy."""
     try:
-        bound = inspect.signature(chunk).bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(
+            *map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()}
+        )
     except TypeError:
         return False
     bound.apply_defaults()
-    tensor, chunks, dim = bound.args
-    if not (isinstance(tensor, TensorProxy) and type(chunks) is type(dim) is int and -tensor.ndim <= dim < tensor.ndim):
+    tensor, *chunks, dim = bound.args
+    if not (
+        isinstance(tensor, TensorProxy) and {*map(type, (*chunks, dim))} == {int} and -tensor.ndim <= dim < tensor.ndim
+    ):
         return False
     size = shape_of(tensor)[dim]
-    return type(size) is int and size > 0 and chunks > 1
+    return type(size) is int and size > 0 and all(number > 1 for number in chunks)
+
+
+# The gradient of split is one concatenation. For these Thunder takes slices, of which each pads its gradient to the size of
+# the input.
 
 
 def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    # Its gradient is one concatenation. Thunder takes slices, of which each pads its gradient to the size of the input.
     return tuple(torch.split(input, -(-input.shape[dim] // chunks), dim))
+
+
+def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    return tuple([part.squeeze(dim) for part in torch.split(input, 1, dim)])
+
+
+_PARTS: dict[str, Callable[..., Any]] = {"chunk": chunk, "unbind": unbind}
 
 
 def repeat_interleave(
