@@ -141,6 +141,7 @@ def cases(rows: int, width: int) -> dict[str, tuple[Callable[..., Any], tuple[An
         "group_norm": (F.group_norm, (images, 4, torch.randn(8), torch.randn(8))),
         **{name: (function, (x,)) for name, function in on_x.items()},
         "cross_entropy": (F.cross_entropy, (x, targets)),
+        "addmm": (torch.addmm, (x[0], x, torch.randn(x.shape[1], x.shape[1]))),
         "mse_loss": (F.mse_loss, (x, torch.randn(rows, width))),
         "embedding": (lambda weight, rows: F.embedding(rows, weight), (torch.randn(1000, width), targets % 1000)),
         "scaled_dot_product_attention": (partial(F.scaled_dot_product_attention, is_causal=True), tuple(heads)),

@@ -270,7 +270,7 @@ class Run:
             jit_options = {"executors": [*kernels, *thunder.get_default_executors()], **(jit_options or {})}
         if oracle is not None:
             # With the executors that `fsdp` adds.
-            executors = [*kernels, "torch_elementwise", *thunder.get_default_executors()]
+            executors = [*kernels, "torch_elementwise", "torch_gradients", *thunder.get_default_executors()]
             given = {"executors": executors, **(jit_options or {})}
             jit = lambda module: thunder.jit(module, transforms=[*before, *after], **given)  # noqa: E731
             self.unsharded = Unsharded(self.ranks, copy.deepcopy(model), jit if oracle == "compiled" else None)

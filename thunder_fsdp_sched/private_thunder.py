@@ -13,22 +13,26 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, NoneType
 from typing import Any, TypeVar
 
 import thunder
+import thunder.torch as ltorch
 import torch
 from thunder.core import transforms
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import OpTags
 from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import from_trace
 from thunder.distributed import skip_data_parallel_grad_sync
 from thunder.executors.passes import _transform_for_operator_executor_execution
+from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 T = TypeVar("T")
 
@@ -125,6 +129,17 @@ def function_called_by(bsym: Any) -> Callable[..., Any] | None:
         return None
     called = getattr(module, bsym.sym.name, None)
     return called if callable(called) else None
+
+
+def functions_that_run_again() -> list[Symbol]:
+    """Return the symbols of the torch functions that Thunder runs again, with autograd, for their gradient.
+
+    Those that return views are left out.
+    """
+    known, views = ltorch._torch_to_thunder_function_map, ltorch._auto_registered_operators_returning_views
+    functions = chain.from_iterable(torch_auto_registered_ops.values())
+    found = [known[function] for function in functions if function not in views]
+    return list({id(symbol): symbol for symbol in found if OpTags.AUTO_REGISTERED in symbol.tags}.values())
 
 
 def torch_function_of(id: Any) -> Callable[..., Any] | None:

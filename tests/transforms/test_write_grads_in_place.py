@@ -24,15 +24,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class BatchedExperts(Model):
-    """A model whose gradients are batched matmuls, transposed matmuls, sums over a batch, and convolutions."""
+    """A model whose gradients are batched matmuls, transposed matmuls, sums over a batch, and those of torch's kernels."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.Parameter(torch.randn(3, 4, 4))
+        self.experts, self.first = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
         self.block = Layer(4)
         self.conv = nn.Conv1d(4, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.addmm(self.bias, x, self.first)
         y = torch.bmm(x.unsqueeze(0).expand(3, -1, -1), self.experts)
         y = y @ self.block.down.weight[:, :4].t() + self.block.forward(x)
         return self.conv(y.transpose(1, 2)).sum(0)
@@ -81,7 +83,7 @@ def compiled(make: Callable[[], nn.Module], **options: Any) -> CompiledTraces:
         ("gpt", {}, {"wte.weight", "wpe.weight"}),
         ("gpt_with_tied_weights", {}, {"wte.weight", "wpe.weight"}),
         ("shared_blocks", {}, {"common", "blocks.0.weight", "blocks.0.bias"}),
-        ("batched_experts", {}, {"block.down.weight", "conv.weight"}),
+        ("batched_experts", {}, {"bias", "block.down.weight", "conv.weight"}),
     ],
 )
 def test_only_gradients_that_are_sums_or_lack_an_out_variant_are_copied(

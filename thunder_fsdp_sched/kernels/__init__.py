@@ -16,4 +16,7 @@ Another executor, ``torch_elementwise``, claims activations, and other elementwi
 casts operands of those to float32 and the result back, which a fusion executor makes one kernel of; torch has one. So on
 each device it comes first unless an executor fuses such operators. Its results have the bits of eager mode, those of Thunder
 have not where an operand is a number: Thunder rounds that first.
+
+A third, ``torch_gradients``, claims the functions for whose gradient Thunder runs them again under autograd, of which
+``torch.addmm`` and transposed convolutions compute the most. It always comes first; nothing fuses them.
 """

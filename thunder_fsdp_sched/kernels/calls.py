@@ -133,7 +133,7 @@ class KernelCall(NamedTuple):
 
 
 def call_of(
-    symbol: Symbol, function: Callable[..., Any] | None, differentiable: frozenset[str], args: Any, kwargs: Any
+    symbol: Symbol, function: Callable[..., Any] | None, differentiable: frozenset[str] | None, args: Any, kwargs: Any
 ) -> KernelCall | None:
     """Return what torch runs for a call of a function; ``None`` if Thunder decomposes it.
 
@@ -142,17 +142,22 @@ def call_of(
 
     Args:
         function: torch's function; ``None`` for that of the symbol.
+        differentiable: names of the arguments besides the first that gradients are passed to; ``None`` if they are passed to
+            all, and the arguments go to torch as they are.
     """
-    bound = inspect.signature(symbol.meta).bind(*args, **kwargs).arguments
-    given = {name: argument for name, argument in bound.items() if argument is not None}
-    first = next(iter(given))
-    named = [name for name in given if name not in (first, "b")]
+    passed: Any
+    if differentiable is None:
+        given, named, passed = {**dict(enumerate(args)), **kwargs}, list(kwargs), (args, kwargs)
+    else:
+        bound = inspect.signature(symbol.meta).bind(*args, **kwargs).arguments
+        given = {name: argument for name, argument in bound.items() if argument is not None}
+        first = next(iter(given))
+        named = [name for name in given if name not in (first, "b")]
+        passed = [argument for name, argument in given.items() if name == first or name in differentiable]
     leaves, spec = tree_flatten((tuple(given.values()), {}))
     inputs = {leaf.name: leaf for leaf in leaves if isinstance(leaf, TensorProxy)}
     wanted = {
-        p.name
-        for name, p in given.items()
-        if (name == first or name in differentiable) and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype)
+        p.name for p in tree_flatten(passed)[0] if isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype)
     }
     others = [p for name, p in inputs.items() if name not in wanted and dtypes.is_inexact_dtype(p.dtype)]
     if any(p is not given.get("weight") for p in others):

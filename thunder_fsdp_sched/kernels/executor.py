@@ -20,7 +20,8 @@ class _KernelExecutor(OperatorExecutor):
 
 executor = _KernelExecutor("torch_kernels", version="0.1")
 elementwise = _KernelExecutor("torch_elementwise", version="0.1")
-for _executor in (executor, elementwise):
+gradients = _KernelExecutor("torch_gradients", version="0.1")
+for _executor in (executor, elementwise, gradients):
     register_executor(_executor)
 
 

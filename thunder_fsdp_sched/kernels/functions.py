@@ -14,7 +14,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, get_default_executors
 
-from .executor import elementwise, executor
+from ..private_thunder import functions_that_run_again
+from .executor import elementwise, executor, gradients
 
 _OF_TWO_BYTES = frozenset({dtypes.bfloat16, dtypes.float16})
 
@@ -30,6 +31,7 @@ def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) ->
     if not set(defaults) <= set(executors):
         return tuple(executors)
     added = [executor] * (set(computes_on) == {"cpu"}) + [elementwise] * (not any(map(_fuses_all, executors)))
+    added.append(gradients)
     first = min(map(executors.index, defaults))
     return (*executors[:first], *(each for each in added if each not in executors), *executors[first:])
 
@@ -54,6 +56,7 @@ def _is_of_two_bytes(args: Any, kwargs: Any) -> bool:
 def _keep_whole(
     symbol: Symbol,
     *differentiable: str,
+    of_all: bool = False,
     by: OperatorExecutor = executor,
     function: Callable[..., Any] | None = None,
     if_called_with: Callable[[Any, Any], bool] = lambda args, kwargs: True,
@@ -62,11 +65,12 @@ def _keep_whole(
 
     Args:
         differentiable: names of the arguments besides the first that gradients are passed to.
+        of_all: whether gradients are passed to all arguments; the names are not known.
         by: the executor that claims it.
         function: the function that torch is asked to run; with ``None`` it is the one that has the symbol's name.
         if_called_with: whether positional arguments and those by name are such that the function is claimed.
     """
-    names = frozenset(differentiable)
+    names = None if of_all else frozenset(differentiable)
 
     def call_of(args: Any, kwargs: Any) -> Any:
         from .calls import call_of  # here, because many models call none of these functions
@@ -149,3 +153,9 @@ for _symbol in (
     ltorch.tanh,
 ):
     _keep_whole(_symbol, by=elementwise, if_called_with=_is_of_two_bytes)
+
+
+# For the gradient of these, such as `torch.addmm` or `conv_transpose2d`, Thunder runs the function again, and lets autograd
+# differentiate that: half as much compute again for the backward of a product of matrices.
+for _symbol in functions_that_run_again():
+    _keep_whole(_symbol, of_all=True, by=gradients)

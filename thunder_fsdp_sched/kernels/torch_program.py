@@ -52,6 +52,8 @@ FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
             aten.native_group_norm.default,
             aten.native_group_norm_backward.default,
             aten.nll_loss2d_backward.default,
+            aten._pdist_forward.default,
+            aten._pdist_backward.default,
         )
     },
     **{
@@ -164,6 +166,8 @@ def torch_program(
             program = _record(function, given[:count], by_name, differentiable)
     except Exception:  # torch refuses such a call, or one with fake tensors: Thunder runs it in its own way
         return None
+    if program.result in program.inputs:
+        return None
     called = [step.operator for step in program.steps if step.operator not in _VIEWS]
     if len(called) > _MAX_OPERATORS or not all(map(_is_functional, program.steps)):
         return None
@@ -180,6 +184,8 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, differentiable
     recorder = _CallRecorder(inputs)
     with torch.enable_grad(), recorder:
         result = function(*args, **kwargs)
+    if any(tensor.is_complex() for tensor in (*inputs, result)):
+        raise NotImplementedError  # torch may conjugate later, and not all operators accept that
     number = len(recorder.steps)
     grad = torch.empty_like(result, memory_format=torch.contiguous_format)
     of_grad = recorder.value(grad, is_new=True)

@@ -1,8 +1,8 @@
 """Avoid copies of gradients: the operator that computes a gradient writes it into the slot of its reduction.
 
 [Note: Gradients written in place]
-A bucket's gradients are contiguous views of the slot of its reduction. ``torch.matmul`` and ``torch.sum`` can write
-into such a view (``out=``). So where one of them computes a gradient that only the reduction reads, it becomes
+A bucket's gradients are contiguous views of the slot of its reduction. ``torch.matmul``, ``aten.mm`` and ``torch.sum`` can
+write into such a view (``out=``). So where one of them computes a gradient that only the reduction reads, it becomes
 ``fsdp_matmul_into`` or ``fsdp_sum_into``. The result has the same bits: every gradient starts at a multiple of
 ``layout.ALIGNMENT`` bytes, and with that alignment the kernels do not depend on the address.
 
@@ -28,6 +28,7 @@ from thunder.executors import torchex
 from ..ir.analysis import BEFORE_TRACE, Analysis
 from ..ir.inspection import statements, with_bound_symbols
 from ..ir.symbols import fsdp_matmul_into, fsdp_sum_into
+from ..kernels.executor import executor as kernels
 from ..runtime.bucket import Bucket
 
 
@@ -68,7 +69,7 @@ def _fits(grad: TensorProxy, bucket: Bucket, index: int) -> bool:
 
 def _into(producer: BoundSymbol, bucket: Bucket, index: int) -> BoundSymbol | None:
     """Return ``producer`` as a write of gradient ``index`` into a slot yet to be planned; ``None`` if it cannot."""
-    if producer.sym is torchex.matmul:
+    if producer.sym is torchex.matmul or _is_kernel(producer, "torch_mm"):
         a, b = producer.args
         # For other numbers of dimensions torch.matmul creates intermediate tensors.
         if (a.ndim, b.ndim) == (2, 2) or (a.ndim == b.ndim == 3 and a.shape[0] == b.shape[0]):
@@ -77,6 +78,11 @@ def _into(producer: BoundSymbol, bucket: Bucket, index: int) -> BoundSymbol | No
         a, dims, keepdim = _sum_args(*producer.args, **producer.kwargs)
         return _bind(fsdp_sum_into, producer, bucket, index, a, dims, keepdim)
     return None
+
+
+def _is_kernel(bsym: BoundSymbol, name: str) -> bool:
+    """Return whether a bound symbol calls a base operator of torch that ``kernels`` has put into the trace."""
+    return bsym.sym.name == name and bsym.sym.executor is kernels
 
 
 def _sum_args(a: TensorProxy, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> tuple[Any, ...]:
