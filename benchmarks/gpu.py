@@ -325,26 +325,16 @@ class Worker:
         with torch.profiler.profile() as profiler:
             step()
         profiler.export_chrome_trace(str(self.trace))
-        record, compiled = {"measured": measured(self.trace)}, transform.compiled[-1]
+        recorded, compiled = read_recorded([self.trace]), transform.compiled[-1]
+        timelines = {"measured": recorded[0].timeline}
         if self.is_cuda and (spec := preset_of_gpu(torch.cuda.get_device_name(self.device))) is not None:
-            record["by preset"] = simulated(compiled, AnalyticCost(spec))
-            as_recorded = calibrate(spec, compiled, read_recorded([self.trace]))
-            record["by profile"] = simulated(compiled, AnalyticCost(as_recorded))
-        return record
-
-
-def measured(path: Path) -> dict[str, float]:
-    """Return the seconds of a step and of its parts, from a file that ``profile.export_chrome_trace`` wrote."""
-    [step] = read_recorded([path])
-    return parts_of(step.timeline)
-
-
-def simulated(compiled: Any, cost: Any) -> dict[str, float]:
-    """Simulate a step of a compiled pair of traces and return the same figures."""
-    return parts_of(simulate(compiled.forward, compiled.backward, cost))
+            for name, machine in (("preset", spec), ("profile", calibrate(spec, compiled, recorded))):
+                timelines[f"by {name}"] = simulate(compiled.forward, compiled.backward, AnalyticCost(machine))
+        return {name: parts_of(timeline) for name, timeline in timelines.items()}
 
 
 def parts_of(t: Timeline) -> dict[str, float]:
+    """Return the seconds of a step and of its parts."""
     seconds = t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds
     return dict(zip(("seconds", *PARTS), seconds, strict=True))
 

@@ -1,25 +1,21 @@
-"""Measure the processor time of compiling: plain ``thunder.jit``, ``fsdp`` with and without shared work, searches.
+"""Measure the processor time of compiling: plain ``thunder.jit``, ``fsdp`` with any options, and FSDP2.
 
     python benchmarks/tracing.py --blocks 8 32
     python benchmarks/tracing.py --blocks 128 --only once      # the others take many minutes
     python benchmarks/tracing.py --blocks 8 32 --only once --passes
-    python benchmarks/tracing.py --blocks 8 --searches
+    python benchmarks/tracing.py --blocks 8 --only once --passes --options '{"prefetch": "auto"}'
 
 Each measurement runs in a new process, as rank 0 of 8 of torch's fake process group:
 
 * plain: ``thunder.jit(model)``, without sharding;
-* forward: ``Debug(differentiate_once=False)``, with which Thunder differentiates each module;
-* once: ``fsdp()``, which differentiates modules that are alike once;
+* once: ``fsdp()`` with ``--options``, which differentiates modules that are alike once;
 * fsdp2: the first step of FSDP2 with ``torch.compile`` of each block, its backward and compilers' processes included.
 
 The demo's GPT is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim
-operators (with "forward", it only claims them). It takes the place of what Thunder does in plain mode, so "our passes" do
+operators. It takes the place of what Thunder does in plain mode, so "our passes" do
 not include it. "Second mode" is compiling the model again under ``no_sync``, and "evaluation" after that under
 ``torch.no_grad()``. ``--passes`` adds a row for each pass.
-
-``--searches`` measures ``prefetch="auto"`` and ``max_memory`` (a share of the peak with the default options) for a cluster
-of H100 GPUs, on parameters without memory.
-"Runs" counts how often the passes ran on candidates.
+The search of ``prefetch="auto"`` and ``max_memory`` is the pass "choose".
 """
 
 from __future__ import annotations
@@ -34,14 +30,9 @@ import sys
 import tempfile
 import time
 from typing import Any
-from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import Debug
 from thunder_fsdp_sched.capture import garbage_collection
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
-from thunder_fsdp_sched.extras.planning.search import Search
 from thunder_fsdp_sched.logs import following_stages
 
 import harness
@@ -51,7 +42,7 @@ from harness import Columns, join_fake_ranks, table
 from byte_gpt import GPT, VOCABULARY
 from torch.distributed.fsdp import fully_shard
 
-KINDS = ("plain", "forward", "once", "fsdp2")
+KINDS = ("plain", "once", "fsdp2")
 WORLD_SIZE = 8
 
 
@@ -75,15 +66,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--passes", action="store_true", help="add the seconds of each pass")
     parser.add_argument("--default-gc", action="store_true", help="collect garbage as often as at other times")
-    parser.add_argument("--searches", action="store_true", help="measure the searches instead")
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of fsdp")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.setrecursionlimit(100_000)  # Thunder recurses when it splits the trace of a deep model
     if arguments.worker:
         print(json.dumps(measure(arguments.worker, arguments)))
-    elif arguments.searches:
-        for blocks in arguments.blocks:
-            measure_searches(blocks)
     else:
         compare(arguments)
 
@@ -119,7 +107,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
         return {"first": first_step_of_fsdp2(model, tokens)}
     transforms: list[Any] = []
     if kind != "plain":
-        transforms.append(thunder_fsdp_sched.fsdp(debug=Debug(differentiate_once=kind == "once")))
+        transforms.append(thunder_fsdp_sched.fsdp(**arguments.options))
     jitted = thunder.jit(model, transforms=transforms)
     if arguments.default_gc:
         garbage_collection.THRESHOLD = 0
@@ -157,47 +145,6 @@ def first_step_of_fsdp2(model: Any, tokens: torch.Tensor) -> float:
         started = sum(os.times()[:4])  # with the processes that have ended
         model(tokens, tokens).backward()
         return sum(os.times()[:4]) - started
-
-
-def measure_searches(blocks: int) -> None:
-    torch.set_num_threads(1)
-    compile_for_cluster(1)  # facts about operators are found once in a process
-    plain, seconds = compile_for_cluster(blocks)
-    print(f"{blocks} blocks compile in {seconds:.1f} s of processor time without a search.\n")
-    peak = plain.memory.peak.nbytes
-    searches: dict[str, dict[str, Any]] = {
-        'prefetch="auto"': {"prefetch": "auto"},
-        "max_memory, twice the peak": {"max_memory": 2 * peak},
-        "max_memory, 0.8 of the peak": {"max_memory": peak * 4 // 5},
-        "max_memory, 0.8 of the peak, prefetch=1": {"max_memory": peak * 4 // 5, "prefetch": 1},
-    }
-    figures = {}
-    for name, options in searches.items():
-        try:
-            with mock.patch.object(Search, "run", autospec=True, side_effect=Search.run) as run:
-                compiled, _ = compile_for_cluster(blocks, **options)
-        except ValueError as refused:  # a model of few blocks has little to recompute
-            print(f"{name}: {refused}\n")
-            continue
-        assert compiled.choice is not None
-        again = len(compiled.choice.chosen.recomputed)
-        figures[name] = {"runs": run.call_count, "search": compiled.pass_seconds["choose"], "again": again}
-    columns = {"runs": ("runs", "d"), "search, s": ("search", ".1f"), "values computed again": ("again", "d")}
-    print(table(figures, columns))
-
-
-def compile_for_cluster(blocks: int, **options: Any) -> tuple[CompiledTraces, float]:
-    """Return the traces of a GPT and the processor seconds that compiling took."""
-
-    def make() -> tuple[Any, ...]:
-        with torch.device("meta"):
-            tokens = torch.randint(0, VOCABULARY, (2, 128))
-            return GPT(blocks=blocks, width=384, heads=6, length=128), (tokens, tokens)
-
-    started = time.process_time()
-    transform = thunder_fsdp_sched.fsdp(cluster="h100-sxm", **options)
-    [compiled] = compile_as_rank(make, transform, rank=0, world_size=WORLD_SIZE).compiled
-    return compiled, time.process_time() - started
 
 
 if __name__ == "__main__":

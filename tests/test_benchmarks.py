@@ -20,7 +20,7 @@ import overlap
 import pytest
 import torch
 import torch.distributed as dist
-from gpu import Setup, Worker, measured
+from gpu import Setup, Worker
 from models import linear_gpt
 from ranks import on_ranks
 from thunder import extend
@@ -33,27 +33,6 @@ GPU = Path(__file__).parents[1] / "benchmarks/gpu.py"
 #
 # benchmarks/gpu.py
 #
-
-
-def _event(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> Any:
-    arguments = {"device": 0, "stream": stream}
-    return {"ph": "X", "cat": category, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": arguments}
-
-
-def test_a_trace_becomes_compute_and_exposed_communication(tmp_path: Path) -> None:
-    """By the union of intervals: NCCL's kernels and other streams communicate, the rest of the busiest stream computes."""
-    events = [
-        _event("gemm", 0, 4),
-        _event("Memcpy DtoD", 4, 5, category="gpu_memcpy"),
-        _event("gemm", 9, 10),
-        _event("ncclDevKernel_AllGather", 1, 6, stream=20),
-        _event("Memcpy PtoP", 5.5, 7, stream=24, category="gpu_memcpy"),
-        _event("fsdp_all_gather(a)", 1, 8, stream=20, category="gpu_user_annotation"),
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1, "args": {}},
-    ]
-    expected = {"seconds": 10, "compute": 6, "communication": 6, "exposed": 2, "idle": 2}
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert measured(tmp_path / "trace.json") == pytest.approx(expected)
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:

@@ -139,13 +139,14 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=8)
 
 
 @quiet()
-@given(gathers=SPANS.filter(bool), compute=SPANS, reductions=SPANS)
-def test_the_union_of_intervals_is_what_counting_microseconds_gives(tmp_path_factory, gathers, compute, reductions):
-    streams = {"ncclDevKernel_AllGather": gathers, "gemm": compute, "ncclDevKernel_ReduceScatter": reductions}
+@given(gathers=SPANS.filter(bool), compute=SPANS, copies=SPANS)
+def test_the_union_of_intervals_is_what_counting_microseconds_gives(tmp_path_factory, gathers, compute, copies):
+    streams = {"ncclDevKernel_AllGather": gathers, "gemm": compute, "Memcpy PtoP": copies}
     events, running = [], dict.fromkeys(streams, frozenset())
     for number, (name, spans) in enumerate(streams.items()):
+        category = "gpu_memcpy" if "Memcpy" in name else "kernel"
         for start, length in spans:
-            events.append(event(name, start / 1e3, (start + length) / 1e3, "kernel", stream=number))
+            events.append(event(name, start / 1e3, (start + length) / 1e3, category, stream=number))
             running[name] |= set(range(start, start + length))
     path = written(tmp_path_factory.getbasetemp() / "property.json", events)
     found = tfs.exposed_communication(path)
