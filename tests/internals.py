@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_fsdp_sched import passes, pipeline, private_torch
-from thunder_fsdp_sched.capture.module_calls import trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
 from thunder_fsdp_sched.ir.computation import actions_of
 from thunder_fsdp_sched.ir.effects import effects, is_declared

@@ -5,26 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from thunder_fsdp_sched.capture import module_members
-from thunder_fsdp_sched.capture.input_reads import InputReads
-
 import pytest
-import thunder
 import torch
-from internals import trace_module_calls
+from beside import Beside
 from torch import nn
-from trace_text import with_numbered_names
 
 X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
-
-
-def traces_of(model: nn.Module, *inputs: Any) -> tuple[list[str], Any]:
-    """Return the text of the first traces that Thunder makes, with names in the order of appearance, and the output."""
-    jitted = thunder.jit(model)
-    trace_module_calls(thunder.compile_data(jitted), InputReads())
-    output = jitted(*inputs)
-    texts = [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)]
-    return [with_numbered_names(text) for text in texts], output
 
 
 class Refusing(nn.Module):
@@ -48,13 +34,12 @@ class Catching(nn.Module):
             return self.linear(x) + 2
 
 
-def test_an_error_of_a_module_that_is_not_registered_is_its_own() -> None:
-    model = Catching(catches=True)
-    torch.testing.assert_close(traces_of(model, X)[1], model(X))
+def test_an_error_of_a_module_that_is_not_registered_is_its_own(one_rank: None) -> None:
+    Beside(Catching(catches=True), leaf_modules=()).check(X)
     with pytest.raises(ValueError, match="no") as raised:
-        traces_of(Catching(catches=False), X)
+        Beside(Catching(catches=False), leaf_modules=()).model(X)
     notes = getattr(raised.value, "__notes__", ["while tracing a module that is not registered, Refusing"])
-    assert "while tracing a module that is not registered, Refusing" in notes[0]
+    assert any("while tracing a module that is not registered, Refusing" in note for note in notes)
 
 
 class Asking(nn.Module):
@@ -84,26 +69,5 @@ class Asking(nn.Module):
         return x * self.scale + nn.Softplus().beta
 
 
-def asking() -> nn.Module:
-    torch.manual_seed(0)
-    return Asking().double()
-
-
-def test_members_that_are_looked_up_at_once_are_those_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-    look_aside = module_members.look_aside
-
-    def spy(function: Any, args: tuple[Any, ...], paths: Any) -> Any:
-        if (lookaside := look_aside(function, args, paths)) is not None:
-            found.append(args[1].value)
-        return lookaside
-
-    monkeypatch.setattr(module_members, "look_aside", spy)
-    traces, output = traces_of(asking(), X)
-    assert {"linear", "bias", "tied", "parts", "one", "weight", "nothing", "scale"} <= set(found)
-    assert found.count("scale") == 1, "it has been assigned then"
-    monkeypatch.setattr(module_members, "look_aside", lambda *_: None)
-    in_full, expected = traces_of(asking(), X)
-    assert traces == in_full
-    torch.testing.assert_close(output, expected, rtol=0, atol=0)
-    torch.testing.assert_close(output, asking()(X))
+def test_members_are_those_that_torch_finds(one_rank: None) -> None:
+    Beside(Asking().double(), leaf_modules=()).check(X)
