@@ -15,7 +15,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
@@ -31,7 +30,6 @@ from ranks import on_ranks
 from saving import INDEX, METADATA, fill, on_first, refused, small
 from scenario import everywhere
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 
 def _holds(model: Any, value: float) -> bool:
@@ -452,33 +450,6 @@ def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) 
             assert {entry.name for entry in folder.iterdir()} == files, "the other run's files must be deleted"
             saved += 1
     assert saved >= 3  # usually one of the runs wins
-
-
-@on_ranks(2)
-def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: int, tmp_path: Path) -> None:
-    model, _ = small()
-    first = tmp_path / "0"
-    for save in (save_checkpoint, tfs.save_safetensors):
-        expected = coded("checkpoint.not-saved", "the folder that the first rank saves into", "(on ranks [1])")
-        refused(expected, model, save, model, tmp_path / str(rank))
-    dist.barrier()  # the first rank cleans up after reporting to the others
-    assert not any(first.iterdir()) and not (tmp_path / "1").exists()
-    dist.barrier()
-    keep = FileSystemWriter.write_data
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if rank == 1:
-            raise OSError(28, "No space left on device")
-        return keep(*args, **kwargs)
-
-    with mock.patch.object(FileSystemWriter, "write_data", fail):
-        expected = coded("checkpoint.not-saved", "rank 1: OSError", "No space left")
-        refused(expected, model, save_checkpoint, model, first)
-    dist.barrier()
-    assert not any(first.iterdir())
-    dist.barrier()
-    save_checkpoint(model, first)
-    load_checkpoint(model, first)
 
 
 def _begin(folder: Path, number: int) -> folders.SaveRun:

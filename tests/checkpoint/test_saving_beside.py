@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import signal
 import subprocess
@@ -26,11 +25,9 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from coded import coded
 from ranks import on_ranks
-from saving import INDEX, METADATA, assert_equal, contents, fill, make, on_first, small, small_files, train, update
-from torch.distributed.fsdp import CPUOffloadPolicy
+from saving import METADATA, assert_equal, contents, fill, make, on_first, small, small_files, train, update
 from virtual_gpu import guard
 from virtual_gpu.histories import make_model
 from virtual_gpu.world import Rank, run
@@ -54,43 +51,6 @@ def test_each_save_holds_the_values_at_its_call_and_host_memory_is_used_again(tm
     for step, values in enumerate(expected):
         assert load_checkpoint(model, tmp_path / str(step), optimizer, extra={"list": [0]}) == {"list": [step]}
         assert_equal(contents(model, optimizer), values, step)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"transport": "coalesced"}),
-        pytest.param({"ranks": (2, 2), "transport": "coalesced"}, marks=pytest.mark.long),
-        pytest.param({"offload_policy": CPUOffloadPolicy()}, marks=pytest.mark.long),
-    ],
-)
-@on_ranks(lambda options, **_: 4 if "ranks" in options else 2)
-def test_files_are_those_of_a_save_that_waits(rank: int, tmp_path: Path, options: dict[str, Any]) -> None:
-    from safetensors.torch import load_file
-
-    model, optimizer = make(**options)
-    train(model, optimizer)
-    extra = {"rng": torch.arange(3), "nested": {"a": (1, torch.ones(2))}, "text": "x"}
-    save_checkpoint(model, tmp_path / "waits", optimizer, extra=extra)
-    tfs.save_safetensors(model, tmp_path / "waits-whole")
-    for writer in ("thread", "process"):
-        saving = save_checkpoint_async(model, tmp_path / writer, optimizer, extra=extra, writer=writer)
-    assert tfs.save_safetensors_async(model, tmp_path / "whole").result() == tmp_path / "whole" / INDEX
-    saving.result()
-    found = {name: dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("waits", "thread", "process")}
-    chunks = {n: {(i.fqn, i.offset): s.crc32 for i, s in m.storage_data.items()} for n, m in found.items()}
-    assert chunks["thread"] == chunks["process"] == chunks["waits"]
-    assert found["thread"].state_dict_metadata == found["process"].state_dict_metadata
-    assert found["thread"].state_dict_metadata == found["waits"].state_dict_metadata
-    assert found["thread"].planner_data == found["waits"].planner_data
-    whole = [json.loads((tmp_path / n / INDEX).read_text()) for n in ("waits-whole", "whole")]
-    assert whole[0]["weight_map"].keys() == whole[1]["weight_map"].keys()
-    assert list(whole[0]["metadata"]["crc32"].values()) == list(whole[1]["metadata"]["crc32"].values())
-    values = [{} for _ in whole]
-    for number, name in enumerate(("waits-whole", "whole")):
-        for file in sorted((tmp_path / name).glob("*.safetensors")):
-            values[number] |= load_file(file)
-    assert_equal(*values)
 
 
 @on_ranks(2)

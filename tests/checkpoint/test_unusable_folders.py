@@ -68,6 +68,9 @@ def test_a_folder_that_one_rank_cannot_use_is_refused_on_all(rank: int, tmp_path
         with _deleted_working_folder(tmp_path / f"deleted-{rank}") if rank else contextlib.nullcontext():
             relative = os.path.relpath(folder) if rank == 0 else "relative"
             refused(unusable.naming("'relative'"), model, call, relative, model)
+    for save in (_save, _save_beside, _save_whole):
+        expected = coded("checkpoint.not-saved", "the folder that the first rank saves into", "(on ranks [1])")
+        refused(expected, model, save, tmp_path / f"of-{rank}", model)
     on_first((tmp_path / "file").write_text, "")
     for culprit in range(2):
         folder = tmp_path / ("file" if rank == culprit else "folder") / "step-1"

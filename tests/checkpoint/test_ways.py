@@ -117,9 +117,9 @@ full = lambda model, optimizer, folder: tfs.full_state_dict(model)  # noqa: E731
 load_fabric = partial(_fabric, "load", strict=True, weights_only=None)
 WAYS = {
     "checkpoint": Way(_save_extra, _load_extra, is_for_other_ranks=True),
-    "beside": Way(lambda m, o, folder: tfs.save_checkpoint_async(m, folder, o), _rows),
+    "beside": Way(lambda m, o, f: tfs.save_checkpoint_async(m, f, o), _rows, is_for_other_ranks=True),
     "whole files": Way(lambda m, o, f: tfs.save_safetensors(m, f), _whole, False, is_for_other_ranks=True),
-    "whole files beside": Way(lambda m, o, folder: tfs.save_safetensors_async(m, folder), _whole, False),
+    "whole files beside": Way(lambda m, o, f: tfs.save_safetensors_async(m, f), _whole, False, is_for_other_ranks=True),
     "dcp": Way(lambda m, o, f: dcp.save(_state(m, o), checkpoint_id=f), _rows, is_for_other_ranks=True),
     "dcp beside": Way(_dcp_beside, _rows),
     "dcp of objects": Way(lambda m, o, f: dcp.save({"model": m, "optim": o}, checkpoint_id=f), _in_place),
