@@ -88,17 +88,14 @@ def _check_evaluation(run: Run) -> None:
     assert len(evaluation.forward_schedule.of("fsdp_all_gather")) == len(run.transform.plan)
 
 
-def _check_no_gradients(run: Run) -> None:
-    assert all(p.grad is None for p in run.model.parameters()), "unreduced gradients must not be in .grad"
-
-
 def _backward_of_two_forwards(run: Run) -> None:
-    """Run one backward of the sum of two losses, whose forwards have gathered into the same slots."""
+    """Run one backward of the sum of two losses twice. Their forwards have gathered into the same slots."""
     run.forward(0)
     run.forward(1)
     first, second = run.pending
     first.losses = [loss + 2 * other for loss, other in zip(first.losses, second.losses, strict=True)]
     first.expected = {rank: loss + 2 * second.expected[rank] for rank, loss in first.expected.items()}
+    run.backward(0, retain=True)
     run.backward(0)
     run.pending.clear()
 
@@ -248,33 +245,6 @@ def test_two_groups_of_ranks_train_separate_models(rank: int) -> None:
     run = Run(TinyParameters().double(), ranks=pair, init=Init(broadcast_from=2 + rank % 2))
     for tensor in run.reference.parameters():
         dist.broadcast(tensor.detach(), src=2 + rank % 2, group=pair)
-    run.train(steps=2)
-
-
-@each_strategy
-@on_ranks(2)
-def test_a_parameter_changed_between_forward_and_backward_is_an_error(strategy: str) -> None:
-    run = Run(Stack(2).double(), sharding_strategy=strategy)
-    run.train(steps=1)
-    gathered_again = set(run.buckets("fsdp_all_gather", backward=True))
-    assert strategy == "zero2" or gathered_again == {"blocks.0", "blocks.1", "last"}
-    for bucket in run.transform.plan:
-        for param in bucket.params:
-            run.forward()
-            change = do.change(partial(torch.Tensor.mul_, other=1.5), param.name)
-            # Backward does not read the first bucket's parameters, so under ZeRO-3 it may continue with correct gradients.
-            if strategy == "zero3" and bucket.name not in gathered_again:
-                pending = run.pending.pop()
-                run.unsharded.backward(pending.expected)
-                run.unsharded.reduce()
-                change(run)
-                pending.losses[0].backward()
-                run.step()
-                continue
-            change(run)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                run.backward()
-            _check_no_gradients(run)
     run.train(steps=2)
 
 

@@ -75,8 +75,13 @@ HISTORIES = {
         *(forward(calls=(0, 0)), backward, in_window(calls=(0, 0)), backward, forward(calls=(1, 0)), backward, step),
         zero_grad,
     ],
-    "changed in a window": [
+    "changed between forward and backward, which is an error": [
+        *(forward(calls=(0, 0)), Action("add"), backward, forward(calls=(1, 1)), Action("add", value=9), backward),
+        *(forward(calls=(0, 0)), backward, step, zero_grad),
+    ],
+    "changed in a window, or a forward fails": [
         *(in_window(calls=(0, 0)), backward, Action("add"), in_window(calls=(0, 0)), backward, Action("add", value=1)),
+        *(Action("fail_forward", WINDOW, calls=(0, 0)), Action("fail_forward", WINDOW, calls=(1, 1))),
         *(in_window(calls=(1, 0)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
         *(in_window(calls=(0, 0)), backward, Action("scale"), in_window(calls=(0, 0)), backward, Action("scale")),
         *(forward(calls=(1, 0)), backward, step),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.ir.slots import peak_live_bytes
@@ -73,25 +72,6 @@ def test_backward_gathers_only_buckets_that_are_not_resident(patterns: list[str]
             issued = sum(c.kind == "all_gather" for c in counter.counts().collectives)
             assert issued == everything - pattern.reuses * resident
             run.step()  # compares gradients and parameters with the unsharded model's
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@on_ranks()
-def test_one_backward_may_run_those_of_two_forwards_and_run_again(strategy: str) -> None:
-    run = Run(Stack(3, WIDTH).double(), sharding_strategy=strategy)
-    for _ in range(2):
-        run.forward(0)
-        run.forward(1)
-        first, second = run.pending
-        both = replace(
-            first,
-            losses=[a + b for a, b in zip(first.losses, second.losses, strict=True)],
-            expected={rank: loss + second.expected[rank] for rank, loss in first.expected.items()},
-        )
-        run.pending[:] = [both]
-        run.backward(retain=True)
-        run.backward()
-        run.step()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
