@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import CompiledTraces, full_state_dict, testing
+from thunder_fsdp_sched import CompiledTraces, Debug, testing
 from thunder_fsdp_sched.ir.slots import spans_of
 
 import pytest
 import torch
 from internals import Analysis, effects, fsdp_all_gather, fsdp_reduce_scatter
 from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, compile_model
-from pipeline_patches import without
-from ranks import on_ranks
-from scenario import Run
+from scenario import Scenario, do, each
 from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -47,10 +44,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "batched_experts": BatchedExperts,
     "stack": lambda: Stack(1, width=16),
 }
-
-
-def copying_all_gradients() -> contextlib.AbstractContextManager[Any]:
-    return without("write_grads_in_place")
 
 
 def in_place(trace: TraceCtx) -> dict[str, bool]:
@@ -129,31 +122,22 @@ def test_gradients_reuse_the_slot_of_their_parameters(prefetch: int) -> None:
 #
 
 
-def _train_and_accumulate(case: str, dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    run = Run(CASES[case]().to(dtype), dtype=dtype, **options)
-    run.train(steps=2)
-    run.micro_batch(5)
-    run.micro_batch(6, no_sync=False)
-    run.step()
-    return full_state_dict(run.model)
+ACTIONS = [do.train(2), do.micro_batch(5), do.micro_batch(6, no_sync=False), do.step()]
+COPIED = [{"debug": Debug(skip_passes=("write_grads_in_place",))}]
+SCENARIOS = {
+    "batched experts": Scenario(
+        lambda: BatchedExperts().double(), ACTIONS, {"sharding_strategy": "zero2"}, others=COPIED
+    ),
+    "bfloat16": Scenario(
+        CASES["stack"],
+        ACTIONS,
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "dtype": torch.float32},
+        others=COPIED,
+        oracle=None,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        ("batched_experts", {"sharding_strategy": "zero2"}),
-        (
-            "stack",
-            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "dtype": torch.float32, "oracle": None},
-        ),
-    ],
-)
-@on_ranks(2)
-def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(case: str, options: dict[str, Any]) -> None:
-    options = {"dtype": torch.float64, **options}
-    direct = _train_and_accumulate(case, **options)
-    with copying_all_gradients():
-        copied = _train_and_accumulate(case, **options)
-    for name in direct:
-        assert torch.equal(direct[name], copied[name]), name
+@each(SCENARIOS)
+def test_trains_with_the_bits_of_copies(name: str) -> None:
+    SCENARIOS[name].run()
