@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import linecache
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import Sharding
-from thunder_fsdp_sched.extras.ranks_differ import symbols
 from thunder_fsdp_sched.extras.ranks_differ.start import DifferingStart
 
 import pytest
@@ -24,8 +20,6 @@ from random_models import BlockSpec, ModelSpec
 from ranks import Ranks as Workers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard
-from virtual_gpu.clocks import check
-from virtual_gpu.log import Entry
 from virtual_gpu.mutations import is_ours
 from virtual_gpu.together import run_together
 from virtual_gpu.world import Rank
@@ -136,42 +130,3 @@ def test_a_drawn_world_has_no_fault(lone_workers: Callable[[int], Workers], seed
 #
 # Faults that must be found
 #
-
-
-def waits_in(entry: Entry, statement: str) -> bool:
-    """Return whether a statement of a trace waits for a collective there."""
-    file, line, _ = entry.where[-1] if entry.where else ("", 0, "")
-    return entry.name == "nccl wait" and f"{statement}(" in linecache.getline(file, line)
-
-
-@pytest.mark.long  # as the mutations of `test_virtual_gpu`
-def test_waits_for_served_collectives_are_needed(lone_workers: Callable[[int], Workers]) -> None:
-    """At the end of a trace, because the rows are read then; and before a reduction in the slot of another one."""
-    logs = run_together(lone_workers(2), train, world_of(windows=False)).logs
-    assert check(logs) == []
-    for statement in ("fsdp_finish_served", "fsdp_serve_reduce"):
-        without = [replace(log, entries=[e for e in log.entries if not waits_in(e, statement)]) for log in logs]
-        assert any(fault.kind in ("race", "reuse") for fault in check(without)), statement
-
-
-@contextlib.contextmanager
-def served_into_the_first_slot() -> Iterator[None]:
-    """Gather for others into the memory of the first slot, whatever is in it."""
-
-    def serve(bucket: Any, slot: Any, *shards: Any, **options: Any) -> Any:
-        return gather(bucket, slot.arena.slot(0, slot.nbytes), *shards, **options)
-
-    gather = symbols.ops.all_gather
-    with mock.patch.object(symbols, "ops", mock.Mock(wraps=symbols.ops, all_gather=serve)):
-        yield
-
-
-def train_with_a_wrong_slot(rank: Rank) -> None:
-    with served_into_the_first_slot():
-        train(rank, world_of(windows=False))
-
-
-@pytest.mark.long  # `test_virtual_gpu` has mutations of gathers
-def test_a_served_gather_into_a_slot_in_use_is_found(lone_workers: Callable[[int], Workers]) -> None:
-    result = run_together(lone_workers(2), train_with_a_wrong_slot)
-    assert any(fault.kind == "race" for fault in result.faults)

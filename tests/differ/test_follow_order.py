@@ -12,13 +12,12 @@ from unittest import mock
 
 import thunder_fsdp_sched as fs
 from thunder_fsdp_sched import VerificationError
-from thunder_fsdp_sched.extras.no_sync import add_grads, add_reduced, reduce_unreduced
+from thunder_fsdp_sched.extras.no_sync import reduce_unreduced
 from thunder_fsdp_sched.extras.ranks_differ.build import MachineInAnyOrder, build
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import follow_order
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
 from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of, serve_left, wait_served_grads
 from thunder_fsdp_sched.ir.inspection import with_bound_symbols
-from thunder_fsdp_sched.runtime import accumulation
 from thunder_fsdp_sched.testing import statements
 from thunder_fsdp_sched.transform import Compilation
 
@@ -178,22 +177,3 @@ def test_gradients_of_a_backward_that_failed_are_not_added_later() -> None:
     ops.backward_done(False, bucket, other)
     assert bucket.params[0].grad is not None
     assert bucket.accumulation.sharded is not None  # the window has not ended
-
-
-@pytest.mark.usefixtures("fake_ranks")
-def test_a_backward_may_add_own_gradients_whole_and_those_of_others_sharded() -> None:
-    transform, _ = compile_ways(WAYS[:1])
-    bucket = transform.sharded.buckets[0]
-    sums = bucket.accumulation
-    with mock.patch.object(accumulation, "backward_number", lambda: number):
-        for number in range(2):
-            add_grads(bucket, {0: torch.ones(bucket.spec.params[0].shape)})
-            sums.check_complete()  # as the reduction that is served does
-            add_reduced(bucket, torch.ones(bucket.shard.numel()), {1})
-            assert sums.params == {0, 1}
-            assert sums.unsharded.sum() == bucket.spec.params[0].numel * (number + 1)
-            sums.is_running = False
-        sums.begin()
-        number += 1
-        with pytest.raises(RuntimeError, check=coded("gradient.sum-of-partial-backward")):
-            sums.begin()

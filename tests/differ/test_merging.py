@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ import merging
@@ -24,7 +25,7 @@ from internals import find_fault
 Arrows = Mapping[Key, set[Key]]
 
 
-def bucket(name: str) -> merging.BucketKey:
+def bucket(name: str) -> tuple[str, str, tuple[()]]:
     return name, "", ()
 
 
@@ -183,7 +184,7 @@ class Case:
                     own.append(Own((ALL_REDUCE, bucket(name), 0), waited, length, ready))
         shuffled = {o.key: 0.0 if as_scheduled else rng.random() for o in own}
         own.sort(key=lambda o: (o.planned, [GATHER, REDUCE, ALL_REDUCE].index(o.key[0]), shuffled[o.key]))
-        number: dict[tuple[str, merging.BucketKey], int] = defaultdict(int)
+        number: dict[Any, int] = defaultdict(int)
         for n, o in enumerate(own):
             kind, of, _ = o.key
             own[n] = o._replace(key=(kind, of, number[kind, of]))

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import CommPolicy, Ranks, Sharding, transform
+from thunder_fsdp_sched import CommPolicy, Ranks, transform
 from thunder_fsdp_sched.extras import symmetric_memory
 from thunder_fsdp_sched.extras.ranks_differ import programs
 from thunder_fsdp_sched.transports import Work
@@ -135,36 +134,6 @@ def test_experts_on_half_of_the_ranks(rank: int) -> None:
             each.zero_grad()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         run.close(ours.to_local(), run.rows(name, theirs), name)
-
-
-class TopExpert(Blocks):
-    """A mixture of experts, of which a rank runs those that have tokens. Without ``way``, it returns that of each token."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.router = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, way: str | None = None) -> torch.Tensor:
-        mixed = x = self.first(x)
-        gates = torch.softmax(self.router(x), -1)
-        choice = gates.argmax(-1)
-        if way is None:
-            return choice
-        for number in map(int, way):
-            mixed = mixed + self.blocks[number](x) * (gates[:, number] * (choice == number)).unsqueeze(-1)
-        return self.last(mixed)
-
-
-@pytest.mark.parametrize("strategy", ["zero2", Sharding(release=True)], ids=["kept", "released"])
-@on_ranks()
-def test_experts_that_tokens_choose(rank: int, strategy: Any) -> None:
-    run = DifferingRun(TopExpert().double(), sharding_strategy=strategy)
-    for step in range(3):
-        with torch.no_grad():
-            choices = [run.reference(*run.inputs(step, rank=each)) for each in run.ranks]
-            assert torch.equal(run.model(*run.inputs(step)), choices[rank])
-        run.train(1, tuple("".join(map(str, choice.unique().tolist())) for choice in choices), first=step)
-    assert True in run.merges
 
 
 class Uneven(Blocks):

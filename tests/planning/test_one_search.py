@@ -150,16 +150,6 @@ def test_the_rank_with_the_largest_batch_searches_and_others_compile_alone_what_
         model(_batch(rank, 64)).backward()
 
 
-@pytest.mark.long  # it searches to the end; the errors of one rank are below
-@on_ranks()
-def test_a_batch_that_never_fits_is_an_error_on_both_ranks(rank: int) -> None:
-    model = _jit(max_memory=160_000)
-    model(_batch(rank, 64)).backward()
-    with pytest.raises(MemoryLimitError, check=coded("plan.step-exceeds-max-memory", "160,000")):
-        model(_batch(rank, 1000))
-    model(_batch(rank, 64)).backward()
-
-
 @on_ranks()
 def test_an_error_of_the_rank_that_searches_is_raised_on_all(rank: int) -> None:
     model = _jit(prefetch="auto")

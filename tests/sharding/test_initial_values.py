@@ -6,7 +6,6 @@ import copy
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -273,21 +272,6 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
         model(x)
     with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "0.weight, 0.bias, 2.weight and 1 more")):
         shard()(x)
-
-
-@on_ranks()
-def test_a_module_on_the_meta_device_can_be_loaded(tmp_path: Path) -> None:
-    trained = thunder.jit(_make(False, _two_layers), transforms=[fsdp()])
-    tfs.save_safetensors(trained, tmp_path / "whole")
-    tfs.save_checkpoint(trained, tmp_path / "checkpoint")
-    for load in (
-        lambda model: tfs.load_safetensors(model, tmp_path / "whole"),
-        lambda model: tfs.load_checkpoint(model, tmp_path / "checkpoint"),
-    ):
-        model = thunder.jit(_make(True, _two_layers), transforms=[fsdp(init=tfs.Init(device="cpu"))])
-        load(model)
-        x = torch.randn(3, 4)
-        torch.testing.assert_close(model(x), trained(x), rtol=0, atol=0)
 
 
 def test_the_digest_of_values_depends_on_their_order_and_signs() -> None:

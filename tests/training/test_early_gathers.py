@@ -262,20 +262,6 @@ def test_one_optimizer_gathers_for_two_models() -> None:
             optimizer.zero_grad()
 
 
-@on_ranks(2)
-def test_two_models_take_turns() -> None:
-    runs = [_Trained(sharding_strategy=strategy) for strategy in ("zero2", "zero3")]
-    for number in range(4):
-        for run in runs:
-            run.micro_batch(number, no_sync=False)
-        for run in runs:
-            for optimizer in run.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    for run in runs:
-        run.compare_parameters()
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "agree": {"agree": "compile"},
     "ranks_may_differ": {"ranks_may_differ": True},
