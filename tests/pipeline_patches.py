@@ -11,9 +11,7 @@ from internals import passes
 from thunder.core.trace import TraceCtx
 
 
-def replacing(
-    name: str, function: Callable[[TraceCtx, passes.Context], TraceCtx]
-) -> contextlib.AbstractContextManager[Any]:
+def replacing(name: str, function: Callable[[TraceCtx, Any], TraceCtx]) -> contextlib.AbstractContextManager[Any]:
     """Let another function take the place of the pass of this name."""
     call = passes.Run.__call__
 

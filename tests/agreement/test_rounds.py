@@ -235,7 +235,7 @@ def test_all_ranks_learn_at_once_that_one_is_gone(world_size: int) -> None:
             for _ in range(2):
                 control.rendezvous("a round")
             if rank == gone:
-                _leave(control)
+                _leave(world, control)
             else:
                 came = f"    {_named(others)}: another of ", f"\n    rank {gone}: stopped"
                 _meets(control, "another", "rank-absent", f"rank {gone} ", "connection was closed:", *came)
@@ -250,9 +250,9 @@ def test_all_ranks_learn_at_once_that_one_is_gone(world_size: int) -> None:
         world.run(meet)
 
 
-def _leave(control: Any) -> None:
+def _leave(world: World, control: Any) -> None:
     """Close the connections of this rank, as when its process ends."""
-    control.channel._tokens._backend = channel.host_backend(control.channel.group.process_group)
+    control.channel._tokens._backend = Backend(world, control.channel.group.process_group.number)
     control.channel._tokens.close()
 
 
@@ -272,7 +272,7 @@ def test_ranks_that_fail_in_a_round_and_in_a_collective_do_not_blame_each_other(
             lambda: len(posted) == 4
         )  # otherwise rank 1 might be gone before the others have posted theirs
         if rank == 1:
-            _leave(control)
+            _leave(world, control)
         elif rank == 3:
             opened.pending, opened.rounds = None, opened.rounds + settled
             report = opened.explain("rank 3: the all-gather failed: a connection was closed\nand why")

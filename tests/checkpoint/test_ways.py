@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.extensions import load
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def _load_torch_states(model: Any, optimizer: Any, folder: Path, saved: Any) -> 
 
 
 def _fabric(call: str, model: Any, optimizer: Any, folder: Path, saved: Any = None, **options: Any) -> None:
-    load(f"extras.fabric.checkpoint:{call}")(folder, {"model": model, "optimizer": optimizer}, **options)
+    getattr(fabric, call)(folder, {"model": model, "optimizer": optimizer}, **options)
 
 
 full = lambda model, optimizer, folder: tfs.full_state_dict(model)  # noqa: E731
@@ -130,11 +131,8 @@ WAYS = {
     "whole, by name": Way(full, lambda m, o, _, saved: m.load_state_dict(saved), False, is_for_other_ranks=True),
     "whole, by torch": Way(full, _set_states, False, is_for_other_ranks=True),
 }
-try:
-    load("extras.fabric.checkpoint:save")
-except ImportError:
-    pass
-else:
+with contextlib.suppress(ImportError):
+    fabric = import_module("thunder_fsdp_sched.extras.fabric.checkpoint")
     WAYS["fabric, folder"] = Way(partial(_fabric, "save", whole=False, keep=None), load_fabric, True, True)
     WAYS["fabric, file"] = Way(partial(_fabric, "save", whole=True, keep=None), load_fabric, True, True)
 

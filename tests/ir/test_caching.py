@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import Debug
-from thunder_fsdp_sched.ir.registry import with_caches
 
 import pytest
 from internals import caching
@@ -56,7 +55,7 @@ def test_the_program_is_the_same(traces: list[TraceCtx]) -> None:
         expected.bound_symbols = list(map(plain, trace.bound_symbols))
         ours.bound_symbols = list(map(plain, trace.bound_symbols))
         assert ours.python() == expected.python()
-        with_caches(ours)
+        ours.bound_symbols = list(map(caching, ours.bound_symbols))
         assert all(map(_caches, ours.bound_symbols))
         assert ours.python() == expected.python() and str(ours) == str(expected)
         context, in_full = ours.python_ctx(), expected.python_ctx()

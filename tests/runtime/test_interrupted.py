@@ -188,29 +188,6 @@ def test_memory_of_an_interrupted_collective_is_never_reused() -> None:
     )
 
 
-@on_ranks(2)
-def test_a_slot_contains_a_bucket_until_overlapping_memory_is_written_or_freed() -> None:
-    transform = fsdp(bucketing_strategy="layer", transport="flat")
-    thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), transforms=[transform])
-    first, second = transform.sharded.buckets
-    arena, nbytes = first.arena, slot_bytes(first.spec, torch.float32)
-    slot, overlapping, apart = (arena.slot(i * nbytes, n * nbytes) for i, n in ((0, 1), (0, 2), (8, 1)))
-    flight = ops.all_gather(first, slot, *first.params)
-    assert not arena.contents, "it is in flight"
-    ops.wait_params(first, flight)
-    ops.wait_params(second, ops.all_gather(second, apart, *second.params))
-    assert {slot: held.bucket for slot, held in arena.contents.items()} == {slot: first, apart: second}
-    assert not any(first.is_resident(slot, in_window=each) for each in (False, True)), "no backward runs, and no window"
-    ops.sum_into(second, overlapping, 1, torch.ones(2, 4), 0, False)
-    assert arena.contents.keys() == {apart}
-    with mock.patch.object(find_transport("flat"), "all_gather", side_effect=ValueError), pytest.raises(ValueError):
-        ops.all_gather(first, apart, *first.params)
-    assert not arena.contents
-    ops.wait_params(first, ops.all_gather(first, slot, *first.params))
-    arena.release()
-    assert not arena.contents
-
-
 class _FailingWork:
     waited = 0
 

@@ -24,6 +24,9 @@ from ranks import on_ranks
 from thunder.core.symbol import BoundSymbol
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+RECENT = 4
+"""The compilations whose traces are kept, as docs/compiling.md says."""
+
 
 def _resources() -> dict[str, Any]:
     gc.collect()
@@ -139,16 +142,16 @@ def test_a_further_shape_keeps_its_program_and_no_traces() -> None:
         gc.collect()
         return sum(isinstance(each, BoundSymbol) for each in gc.get_objects())
 
-    compile_for(range(1, transform.RECENT + 1))
+    compile_for(range(1, RECENT + 1))
     first, *_, last = ours.compiled
     memory = last.predict_memory(others=[first])
-    counts = [compile_for(range(batch, batch + 1)) for batch in range(transform.RECENT + 1, transform.RECENT + 4)]
+    counts = [compile_for(range(batch, batch + 1)) for batch in range(RECENT + 1, RECENT + 4)]
     assert counts[2] - counts[1] < 10, counts  # of about 800 that a compilation makes
     with pytest.raises(AttributeError, check=coded("trace.compiled-traces-dropped", "inputs float32[1, 4]")):
         _ = first.forward
     assert (forgotten := last.predict_memory(others=[first])).fixed == memory.fixed
     assert forgotten.tensors == memory.tensors
-    assert len(ours.schedules) == len(ours.compiled) == transform.RECENT + 3 and all(s.backward for s in ours.schedules)
+    assert len(ours.schedules) == len(ours.compiled) == RECENT + 3 and all(s.backward for s in ours.schedules)
     misses = thunder.compile_stats(model).cache_misses
     model(torch.ones(1, 4)).sum().backward()
     assert thunder.compile_stats(model).cache_misses == misses
@@ -160,7 +163,7 @@ def test_a_search_finds_what_a_window_has_accumulated_whose_traces_were_forgotte
     model = thunder.jit(Stack(1), transforms=[ours])
     with model.no_sync():
         model(torch.ones(1, 4)).sum().backward()
-    for batch in range(2, transform.RECENT + 3):
+    for batch in range(2, RECENT + 3):
         model(torch.ones(batch, 4)).sum().backward()
     assert all(compiled.choice for compiled in ours.compiled)
 

@@ -17,7 +17,6 @@ from unittest import mock
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.extras.training.late_gradients import late_of
-from thunder_fsdp_sched.sharding.plain_steps import CUT
 
 import pytest
 import thunder
@@ -351,7 +350,7 @@ def test_a_copy_of_the_optimizer_and_its_state_have_nothing_of_it() -> None:
     model, optimizer, backward = _trained()
     optimizer.step()
     copied = copy.deepcopy(optimizer)
-    assert not hasattr(copied, CUT) and not copied._optimizer_step_post_hooks
+    assert vars(copied).keys() <= vars(adamw([torch.ones(1)])).keys() and not copied._optimizer_step_post_hooks
     loaded = pickle.loads(pickle.dumps(optimizer.state_dict()))
     assert loaded.keys() == {"state", "param_groups"}
     optimizer.load_state_dict(optimizer.state_dict())
@@ -360,7 +359,7 @@ def test_a_copy_of_the_optimizer_and_its_state_have_nothing_of_it() -> None:
     model.zero_grad()
     backward()
     optimizer.step()
-    assert _late(model) == [] and hasattr(optimizer, CUT)
+    assert _late(model) == []
 
 
 @on_ranks(2)
