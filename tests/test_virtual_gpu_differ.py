@@ -125,8 +125,3 @@ def test_backward_without_a_batch_runs_on_the_stream_of_its_forward_in_autograds
 @pytest.mark.parametrize("seed", range(16))
 def test_a_drawn_world_has_no_fault(lone_workers: Callable[[int], Workers], seed: int) -> None:
     run_together(lone_workers(2), run_histories, drawn(seed, ranks=2, histories=1)).assert_clean()
-
-
-#
-# Faults that must be found
-#
