@@ -1,13 +1,13 @@
 """Compiled models on a virtual GPU: no races, no host waits, no copies, and no wait too many.
 
-Removing any single wait, barrier, event or ``record_stream`` causes a fault, or is proved harmless. Two checkers
-must agree: ``clocks`` checks the changed log, and ``order`` compares sets of accesses. For mutations without a fault,
-``order`` shows that all accesses to the same bytes are still ordered.
+Each place of the code that orders a step, by a wait, barrier, event or ``record_stream``, is needed: some log without it has
+a fault.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard, histories
+from virtual_gpu.clocks import check
 from virtual_gpu.histories import TRANSPORTS, make_model, take_three_steps
-from virtual_gpu.log import Entry
-from virtual_gpu.mutations import faults_without, is_ours, site_of
-from virtual_gpu.order import Order
+from virtual_gpu.log import HOST, Access, Entry, Log, Stream
+from virtual_gpu.mutations import Mutation, faults_without, mutations_of, site_of
 from virtual_gpu.world import Rank, Result, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
@@ -134,36 +134,105 @@ def test_two_forwards_on_two_streams_do_not_overwrite_each_others_slots(options:
     run(_use_two_streams, ranks=[0], **options).assert_clean()
 
 
-# Transport, setup, and that every nth mutation is checked with both checkers.
-CASES = [
-    *((transport, "fp32", 20) for transport in ("flat", "all_to_all")),
-    ("all_to_all", "interrupted", 20),
-    pytest.param("symmetric_memory", "fp32", 20, marks=pytest.mark.long),
-    pytest.param("all_to_all", "offload", 20, marks=pytest.mark.long),
-    *(pytest.param(t, s, 1, marks=pytest.mark.long) for t in TRANSPORTS for s in histories.setups_of(t)),
+_ORDINARY_SETUPS = {("flat", "fp32"), ("all_to_all", "fp32"), ("all_to_all", "interrupted")}
+
+_NEEDLESS = {
+    # There is no smaller workspace whose readers it could wait for.
+    ("symmetric_memory", "bf16"): {
+        ("host wait", "symmetric_memory.py:_reserve_workspace < symmetric_memory.py:allocate_together")
+    },
+    # Bytes are pulled and decoded on the same stream.
+    ("symmetric_memory", "encoded"): {("wait", "works.py:wait < works.py:issue_then")},
+}
+
+
+@pytest.mark.parametrize(
+    ("transport", "setup"),
+    [
+        pytest.param(t, s, marks=[] if (t, s) in _ORDINARY_SETUPS else pytest.mark.long)
+        for t in TRANSPORTS
+        for s in histories.setups_of(t)
+    ],
+)
+def test_what_orders_a_step_is_needed_at_each_place(transport: str, setup: str) -> None:
+    result = histories.run_history(transport, setup)
+    result.assert_clean()
+    places: dict[tuple[str, str], list[Mutation]] = defaultdict(list)
+    for mutation in mutations_of(result.logs):
+        # After an exception it is not known which of the others are still needed.
+        if setup != "interrupted" or mutation.kind == "record_stream":
+            places[mutation.kind, site_of(mutation.entry)].append(mutation)
+    assert places
+    needless = {
+        place for place, found in places.items() if not any(faults_without(result.logs, each) for each in found)
+    }
+    assert needless == _NEEDLESS.get((transport, setup), set())
+
+
+#
+# The check itself
+#
+
+
+_STREAMS = {"A": Stream(0, 1), "B": Stream(0, 2), "C": Stream(1, 1), "H": HOST}
+
+
+def _log(text: str, rank: int = 0) -> Log:
+    """Return a log of steps ``stream kind what``; what is read and written is storage ``x``, or one of its halves."""
+    log = Log(rank, members={"left": (0, 1), "right": (0, 1)})
+    for step in text.split(", "):
+        stream, kind, *rest = step.split()
+        more: dict[str, Any] = {"event": ord(rest[0][0]), "storage": ord(rest[0][0])} if rest else {}
+        if kind == "collective":
+            more = {"group": rest[0], "signature": rest[1:]}
+        elif kind in ("reads", "writes", "fetches"):
+            region = ({"x0": (0, 4), "x1": (4, 8)}.get(rest[0], (0, 8)),)
+            more = {"accesses": [Access(ord("x"), region, kind == "writes")], "blocks": kind == "fetches"}
+        log.add(kind, step, _STREAMS[stream], **more)
+    return log
+
+
+LOGS = [
+    ("A reads x, B reads x", []),
+    ("A writes x0, B writes x1", []),
+    ("A writes x, B reads x", ["race"]),
+    ("A reads x, B writes x1", ["race"]),
+    ("A writes x, A record a, B wait_event a, B reads x", []),
+    ("A record a, A writes x, B wait_event a, B reads x", ["race"]),
+    # An access takes the place of an earlier one in what is compared only if whoever follows it follows both.
+    ("A writes x, A reads x, B reads x", ["race"]),
+    ("A writes x, A writes x0, B reads x1", ["race"]),
+    ("A reads x, B reads x, B writes x", ["race"]),
+    # The host.
+    ("A writes x, H reads x", ["host race"]),
+    ("A fetches x, H writes x", []),
+    ("A writes x, A record a, H sync_event a, H reads x", []),
+    ("A writes x, B sync_device, H writes x, C reads x", []),
+    ("C writes x, B sync_device, A reads x", ["race"]),
+    # Memory that streams give back and take.
+    ("A alloc x, B writes x", ["race"]),
+    ("A alloc x, A record a, B wait_event a, B writes x, A free x, A alloc y", ["reuse"]),
+    ("A alloc x, A record a, B wait_event a, B writes x, B record_stream x, A free x, A alloc y", []),
+    ("A alloc x, A record a, B wait_event a, B writes x, C record_stream x, A free x, A alloc y", ["reuse"]),
+    ("A alloc x, A record a, B wait_event a, B writes x, A free x, B record b, A wait_event b, A alloc y", []),
 ]
 
 
-@pytest.mark.parametrize(("transport", "setup", "sample"), CASES)
-def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str, setup: str, sample: int) -> None:
-    result = histories.run_history(transport, setup)
-    result.assert_clean()
-    order = Order(result.logs)
-    assert order.is_clean
-    verdicts = list(order.verdicts(is_ours))
-    if setup == "interrupted":  # after an exception it is not known which of the others are still needed
-        verdicts = [v for v in verdicts if v.mutation.kind == "record_stream"]
-    assert verdicts
-    for mutation, flagged in verdicts[::sample]:
-        by_clocks = bool(faults_without(result.logs, mutation))
-        assert by_clocks is flagged, f"the checkers disagree on {mutation.kind}: {mutation.entry}"
-    places, needed = (
-        {(mutation.kind, site_of(mutation.entry)) for mutation, flagged in verdicts if flagged or every}
-        for every in (True, False)
-    )
-    if (transport, setup) == ("symmetric_memory", "encoded"):  # bytes are pulled and decoded on the same stream
-        places.discard(("wait", "works.py:wait < works.py:issue_then"))
-    assert needed == places, "nowhere in these logs is it needed"
+@pytest.mark.parametrize(("text", "kinds"), LOGS)
+def test_a_log_has_the_faults_that_a_gpu_could_show(text: str, kinds: list[str]) -> None:
+    assert [fault.kind for fault in check([_log(text)])] == kinds
+
+
+RANKS = [
+    ("A collective left sum", "A collective left max", {"mismatch"}),
+    ("A collective left, B collective right", "A collective right, B collective left", {"deadlock"}),
+    ("A collective left", "A reads x", {"deadlock"}),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "kinds"), RANKS)
+def test_ranks_must_issue_the_same_collectives_in_one_order(first: str, second: str, kinds: set[str]) -> None:
+    assert {fault.kind for fault in check([_log(first, 0), _log(second, 1)])} == kinds
 
 
 #
@@ -218,10 +287,7 @@ def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) 
 
 def test_memory_is_given_back_only_after_the_wait_for_its_last_use() -> None:
     result = three_steps("all_to_all", Sharding(release=True))
-    order = Order(result.logs)
-    of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
-    flagged = [mutation for mutation, is_flagged in of_backward if is_flagged]
-    faults = [faults_without(result.logs, mutation) for mutation in flagged]
-    assert all(faults), "the checkers disagree"
-    reused = [f for f in itertools.chain(*faults) if f.kind == "reuse" and "(uint8[" in f.text]
+    waits = [m for m in mutations_of(result.logs) if m.kind == "wait" and m.entry.phase == "backward 1"]
+    faults = [fault for wait in waits for fault in faults_without(result.logs, wait)]
+    reused = [fault for fault in faults if fault.kind == "reuse" and "(uint8[" in fault.text]
     assert reused, "no wait orders the last use of an arena before the next allocation"
