@@ -193,6 +193,10 @@ def count_step(
     return tracker
 
 
+TWICE: tuple[Mapping[str, Any], ...] = ({}, {})
+"""A window of two micro-batches like the step."""
+
+
 def count_on_fake_ranks(
     model: torch.nn.Module,
     ask: Callable[[], FSDPTransform],
@@ -200,16 +204,14 @@ def count_on_fake_ranks(
     rank: int = 1,
     world_size: int = 2,
     batch: Mapping[str, Any] | None = None,
-    window: bool = False,
-    others: Sequence[Mapping[str, Any]] = (),
+    window: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, tuple[CompiledTraces, StepMemory, Tracker]]:
     """Run a step over a fake process group, after one that allocates what lasts; return traces, prediction and count.
 
     Args:
         ask: returns ``fsdp(...)``.
         batch: keyword arguments for ``model``; by default it is called with ``model.inputs(...)``.
-        window: also count two micro-batches under ``no_sync`` and the step that reduces their gradients.
-        others: keyword arguments that differ, each of a micro-batch under ``no_sync``; also count these and the step
+        window: keyword arguments that differ, each of a micro-batch under ``no_sync``; also count these and the step
             that follows them.
     """
     with fake_rank(rank, world_size):
@@ -222,7 +224,7 @@ def count_on_fake_ranks(
             return transform.sharded.compile(jitted, args, kwargs)[1]
 
         def count(
-            compiled: CompiledTraces, args: Sequence[Any], accumulated: bool | Sequence[CompiledTraces] = False
+            compiled: CompiledTraces, args: Sequence[Any], accumulated: Sequence[CompiledTraces] = ()
         ) -> tuple[CompiledTraces, StepMemory, Tracker]:
             for bucket in transform.sharded.buckets:
                 bucket.private_slot.arena.contents.clear()  # the trace gathers, as predicted, in any window
@@ -233,26 +235,16 @@ def count_on_fake_ranks(
         reducing = transform.compiled[-1]
         count(reducing, args)
         found = {"step": count(reducing, args)}
-        if window:
-            with jitted.no_sync():
-                args = flat()
-                waiting = transform.compiled[-1]
-                count(waiting, args)  # allocates what lasts
-                for bucket in transform.sharded.buckets:
-                    bucket.accumulation.discard()
-                found["first of a window"] = count(waiting, args)
-                found["second of a window"] = count(waiting, args, True)
-            found["last of a window"] = count(reducing, flat(), [waiting])
         micro_batches = []
-        for other in others:
+        for other in window:
             with jitted.no_sync():
                 args = flat(other)
             micro_batches.append((transform.compiled[-1], args))
-        for _ in range(2 if others else 0):  # the first window allocates what lasts
+        for _ in range(2 if window else 0):  # the first window allocates what lasts
             for number, (compiled, args) in enumerate(micro_batches):
                 earlier = [micro_batch for micro_batch, _ in micro_batches[:number]]
-                found[f"number {number} of mixed ones"] = count(compiled, args, earlier)
-            found["last of mixed ones"] = count(reducing, flat(), [micro_batch for micro_batch, _ in micro_batches])
+                found[f"number {number} of a window"] = count(compiled, args, earlier)
+            found["last of a window"] = count(reducing, flat(), [micro_batch for micro_batch, _ in micro_batches])
             jitted.zero_grad()
     return found
 

@@ -11,7 +11,7 @@ from thunder_fsdp_sched.planning import compile_as_rank
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from memory_count import compare, count_on_fake_ranks
+from memory_count import TWICE, compare, count_on_fake_ranks
 from random_models import Case, RandomModel, cases, draw_numbered, examples, options_of
 from ranks import on_ranks
 from scenario import Run
@@ -48,7 +48,7 @@ def test_every_promise_holds_on_fake_ranks(number: int) -> None:
 
 @examples(2, 58)
 def test_predicted_memory_is_counted_at_every_position_of_a_run(number: int) -> None:
-    drawn = st.tuples(cases(), st.sampled_from([1, 2, 3, 4, 8]), st.booleans())
+    drawn = st.tuples(cases(), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([(), TWICE]))
     case, world_size, window = draw_numbered(drawn, number)
     shape: dict[str, Any] = {"rank": world_size - 1, "world_size": world_size, "window": window}
 

@@ -17,7 +17,7 @@ import torch
 import torch.cuda._memory_viz
 from coded import coded
 from extending import extended
-from memory_count import Tracker, compare, count_on_fake_ranks
+from memory_count import TWICE, Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
 from profiles import with_long
 from torch import nn
@@ -38,7 +38,7 @@ Counted = dict[str, tuple[CompiledTraces, StepMemory, Tracker]]
 
 
 def counted(
-    make: Callable[[], nn.Module], *, window: bool = False, dtype: torch.dtype = torch.float64, **options: Any
+    make: Callable[[], nn.Module], *, window: Any = (), dtype: torch.dtype = torch.float64, **options: Any
 ) -> Counted:
     torch.manual_seed(0)
     size = 4 if "secondary_ranks" in str(options.get("sharding_strategy")) else 2
@@ -123,7 +123,7 @@ def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
 
 @pytest.mark.parametrize("name", with_long(WINDOWS, *_LONG, "encoded, flat", "encoded, coalesced"))
 def test_every_position_of_a_window_has_the_bytes_that_a_run_allocates(name: str) -> None:
-    found = counted(Stack, window=True, **WINDOWS[name])
+    found = counted(Stack, window=TWICE, **WINDOWS[name])
     check_positions(found)
     if name in TRANSPORT_CASES:
         assert found["last of a window"][1].peak.nbytes > found["step"][1].peak.nbytes
@@ -137,7 +137,7 @@ def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates() -
 
     torch.manual_seed(0)
     [plain] = counted(Stack, **options).values()
-    found = count_on_fake_ranks(Stack().double(), ask, window=True)
+    found = count_on_fake_ranks(Stack().double(), ask, window=TWICE)
     check_positions(found)
     compiled, memory, _ = found["step"]
     end_of_forward = memory.backward - 1
@@ -179,7 +179,7 @@ def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allo
     model = Stack(1).double()
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.blocks[0].register_forward_hook(lambda module, args, out: out.exp() - args[0])
-    found = count_on_fake_ranks(model, ask, rank=3, world_size=4, window=True)
+    found = count_on_fake_ranks(model, ask, rank=3, world_size=4, window=TWICE)
     assert any("exp(" in line for line in found["step"][1].statements)
     check_positions(found)
 
@@ -205,10 +205,10 @@ def test_a_window_of_different_micro_batches_has_the_gradients_that_these_have_l
         Routed().double(),
         lambda: fsdp(transport="all_to_all", mp_policy=REDUCED_HIGH, bucketing_strategy="layer"),
         batch={"x": x, "route": (0,)},
-        others=[{"route": (0,)}, {"route": (1, 0)}, {"route": (2,)}],
+        window=[{"route": (0,)}, {"route": (1, 0)}, {"route": (2,)}],
     )
     check_positions(found)
-    left = [t.name for t in found["last of mixed ones"][1].tensors if t.name.startswith("unreduced")]
+    left = [t.name for t in found["last of a window"][1].tensors if t.name.startswith("unreduced")]
     assert left == [f"unreduced gradients of layers.{number}" for number in range(3)]
 
 
