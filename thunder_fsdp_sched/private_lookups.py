@@ -31,10 +31,12 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
-    SequenceIter,
+    ProvenanceRecord,
+    PseudoInst,
     WrappedValue,
     do_raise,
     get_interpretercompilectx,
+    wrap,
     wrap_attribute,
     wrap_const,
 )
@@ -50,6 +52,8 @@ _Arguments = tuple[WrappedValue, ...]
 
 def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:
     """Return what does the same as ``function`` with these wrapped arguments; ``None`` if it is to be interpreted."""
+    if (method := _METHODS.get(id(function))) is not None:
+        return method
     if type(function) is FunctionType:
         choose = _HELPERS.get((function.__module__, function.__qualname__))
         return None if choose is None else choose(function, args, kwargs)
@@ -196,13 +200,46 @@ def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: Wrap
     return call_interpreted(called, *bound.item_wrappers, *args, **{**keywords, **kwargs})
 
 
-def _end(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    """Choose the exception at the end of Thunder's iterator over a list or tuple: each frame that it passes takes long."""
-    iterator = args[0]
-    if type(iterator.value) is not SequenceIter or attribute(iterator, "is_reversed").value:
-        return None
-    is_left = attribute(iterator, "next_pos").value < len(attribute(iterator, "s").value)
-    return None if is_left else lambda *_: do_raise(StopIteration())
+class _Iterator:
+    """An iterator over a list or tuple: the interpreter gets wrapped items, native code plain ones.
+
+    Thunder's keeps its position where native code does not find it, and goes on after its end if the list has grown.
+    """
+
+    def __init__(self, sequence: WrappedValue, is_reversed: bool) -> None:
+        self.sequence, self._step = sequence, -1 if is_reversed else 1
+        self._position = len(sequence.item_wrappers) - 1 if is_reversed else 0
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if (position := self.advance()) is None:
+            raise StopIteration
+        return self.sequence.value[position]
+
+    def advance(self) -> int | None:
+        """Return the position of the next item; ``None`` at the end."""
+        position = self._position
+        if not 0 <= position < len(self.sequence.item_wrappers):
+            self._position = -1
+            return None
+        self._position += self._step
+        return position
+
+
+def _iterate(sequence: WrappedValue, *, is_reversed: bool = False) -> WrappedValue:
+    sequence.track_items()
+    provenance = ProvenanceRecord(PseudoInst.GET_ITER, inputs=[sequence.provenance])
+    return wrap(_Iterator(sequence, is_reversed), provenance=provenance)
+
+
+def _next(iterator: WrappedValue) -> Any:
+    if (position := iterator.value.advance()) is None:
+        return do_raise(StopIteration())  # here, because each frame that an exception passes takes long
+    sequence = iterator.value.sequence
+    kind = list if isinstance(sequence.value, list) else tuple
+    return call_interpreted(kind.__getitem__, sequence, wrap_const(position))
 
 
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
@@ -223,6 +260,15 @@ def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedVal
 _NO_DTENSORS = frozenset({TensorProxy, NoneType, bool, int, float, str})
 _CONTAINERS = (dict, list, tuple)
 _GET_ITEM = _of_container("__getitem__", *_CONTAINERS)
+_REVERSE = partial(_iterate, is_reversed=True)
+_METHODS: dict[int, _Direct] = {
+    id(list.__iter__): _iterate,
+    id(tuple.__iter__): _iterate,
+    id(list.__reversed__): _REVERSE,
+    id(_Iterator.__next__): _next,
+}
+"""What takes the place of methods, by their identity."""
+
 _INTERPRETER = WrappedValue.__module__
 _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "globals_lookup.<locals>.<lambda>"): _GET_ITEM,
@@ -238,8 +284,9 @@ _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "_contains_op_handler.<locals>.impl"): _of_container("__contains__", *_CONTAINERS),
     (_INTERPRETER, "_len_lookaside.<locals>.impl"): _of_container("__len__", *_CONTAINERS, OrderedDict),
     (_INTERPRETER, "_iter_lookaside.<locals>.nosentinel_impl"): _of_container("__iter__", list, tuple),
-    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _end,
-    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _end,
+    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _of_type(_Iterator, _next),
+    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _of_type(_Iterator, _next),
+    (_INTERPRETER, "_reversed_lookaside.<locals>.impl"): _of_type(tuple, _REVERSE),
     (_INTERPRETER, "_list_extend_handler.<locals>.<lambda>"): _of_container("extend", list),
     (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): _update,
     (_INTERPRETER, "_call_dispatch.<locals>._impl"): _of_type(MethodType, _call_method),

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -223,6 +224,26 @@ def took(item: Any) -> float:
     return next(iterator) + next(iterator, 5.0) + next(iterator, 7.0)
 
 
+def took_after_the_end(item: Any) -> float:
+    iterator = iter(item)
+    found = weighted(iterator)
+    item.append(4.0)
+    return found + next(iterator, 7.0) + weighted(iterator)
+
+
+def took_natively(item: Any) -> float:
+    iterator, backwards = iter(item), reversed(tuple(item))
+    found = iterator.__next__() * 10 + sum(islice(iterator, 1)) + next(backwards)
+    return found * 10 + weighted(iterator) + sum(backwards) + len([*iterator, *backwards])
+
+
+def took_backwards(item: Any) -> float:
+    backwards = reversed(item)
+    found = next(backwards)
+    item.clear()
+    return found + len([*backwards])
+
+
 Point = namedtuple("Point", ("x", "y"))
 
 ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -298,6 +319,9 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "an iterator that only a partial holds": (lambda: [2.0, 3.0], took_by_partial),
     "next": (lambda: [1.0], took),
+    "an iterator at its end": (lambda: [2.0, 3.0], lambda item: took_after_the_end([*item])),
+    "an iterator of which native code takes items": (lambda: [2.0, 3.0, 4.0], took_natively),
+    "an iterator whose list shrinks": (lambda: [2.0, 3.0], lambda item: took_backwards([*item])),
     "appended while iterating": (Plain, appended),
     "in place": (lambda: [1.0], lambda item: [item + [2.0] for _ in range(2)][1][1]),
     "global": (Plain, lambda item: SCALE),
@@ -341,6 +365,7 @@ def names_of(code: CodeType, outer: str = "") -> Iterator[str]:
             yield from names_of(inner, name + ("." if inner.co_name.endswith("comp>") else ".<locals>."))
 
 
+METHODS = frozenset({"getattr", "list.__iter__", "tuple.__iter__", "list.__reversed__", "_Iterator.__next__"})
 NAMES = frozenset(
     name
     for module in (interpreter, dtensor_torch_and_prims)
