@@ -313,6 +313,14 @@ class _SetupContext(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
 
+def _unpack_number(y: torch.Tensor) -> torch.Tensor:
+    try:
+        a, b = 5  # type: ignore[misc]
+    except TypeError:
+        return y
+    return y * a * b
+
+
 TOKENS, WEIGHT = torch.zeros(2, 2, dtype=torch.long), torch.ones(3, 2)
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "sparse": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], sparse=True), r"sparse=True.*Pass sparse=False"),
@@ -320,6 +328,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "needs_input_grad": (lambda y: _NeedsInputGrad.apply(y), r"attribute of ctx\. Save what backward needs"),
     "set_materialize_grads": (lambda y: _MaterializesGrads.apply(y), r"attribute of ctx\. Save what backward needs"),
     "list first": (lambda y: _ListFirst.apply([1, 2], y), r"first argument is no tensor.*Pass a tensor first"),
+    "unpacked number": (_unpack_number, r"interpreter fails here \(AssertionError.*module of its own"),
     "assigned part": (_assign_part, r"assigns real of a tensor.*torch\.complex"),
     "index of bools": (lambda y: y[[True, False]], r"bools in an index.*positions"),
     "nested bools": (lambda y: y[:, [False, True]], r"bools in an index.*positions"),

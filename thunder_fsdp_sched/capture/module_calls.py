@@ -76,9 +76,9 @@ def _call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     try:
         result = reads.call(call, module, *args, **kwargs)
     except Exception as error:  # in the interpreter itself
-        if is_automatic:
-            load("extras.leaf_modules.capture:note_obstacle")(leaves, error, module, *args, **kwargs)
-        raise
+        from .module_in_error import internal_error
+
+        result = do_raise(latest_refused() if count_refused() > refused else internal_error(error))
     if count_refused() > refused and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         result = do_raise(latest_refused())  # here, where the module is known that may run as it is
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:

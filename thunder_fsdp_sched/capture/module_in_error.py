@@ -13,9 +13,10 @@ import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import get_interpreterruntimectx
 
+from ..errors import code_of
 from ..ir.inspection import is_library
 from .leaves import pattern_of
-from .refusals import AS_TENSORS
+from .refusals import AS_TENSORS, is_of_program, refusal
 from .unsupported import OWN_BACKWARD
 
 _THIS_FOLDER = Path(__file__).parent
@@ -73,6 +74,21 @@ def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
         path = next((path for path, part in root.named_modules() if part is module), type(module).__name__)
         note += f". To run it as it is, without tracing: fsdp(leaf_modules=({pattern_of(path)!r},))"
     getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes
+
+
+def internal_error(error: BaseException) -> BaseException:
+    """Return the error for a program at which Thunder's interpreter itself fails, although Python may run it."""
+    if code_of(error) is not None:
+        return error  # one of this package
+    lines = traceback.extract_tb(error.__traceback__)
+    last = next((f"{line.filename}:{line.lineno}" for line in reversed(lines) if is_of_program(line.filename)), "")
+    refused = refusal(
+        f"Thunder's interpreter fails here ({type(error).__name__}: {error})",
+        "Write the line in another way, or put it into a module of its own, which can run as it is",
+        line=last,
+    )
+    refused.__cause__ = error
+    return refused
 
 
 def _remedy(error: BaseException) -> str:

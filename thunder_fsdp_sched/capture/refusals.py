@@ -25,14 +25,15 @@ _STANDARD = str(Path(random.__file__).parent)  # Python's library, which also ha
 _refused: ContextVar[list[NotImplementedError] | None] = ContextVar("_refused", default=None)
 
 
-def refusal(what: str, instead: str) -> NotImplementedError:
-    """Return the error for something that the program does on the line that is being traced.
+def refusal(what: str, instead: str, line: str = "") -> NotImplementedError:
+    """Return the error for something that the program does, by default on the line that is being traced.
 
     Args:
         what: what it does and why a trace does not reproduce it, without a period.
         instead: what to do instead, without a period.
+        line: the file and line.
     """
-    line = user_line()
+    line = line or user_line()
     error = coded_error(
         NotImplementedError,
         "module.not-reproduced-by-trace",
