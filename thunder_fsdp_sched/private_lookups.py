@@ -12,7 +12,7 @@ Only ``InputReads`` asks here, in the interpreter's context of one compilation, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -31,6 +31,9 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
+    MappingItemsIterator,
+    MappingKeysView,
+    MappingValuesIterator,
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
@@ -57,7 +60,12 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
     if type(function) is FunctionType:
         choose = _HELPERS.get((function.__module__, function.__qualname__))
         return None if choose is None else choose(function, args, kwargs)
-    found = find_attribute(*args) if function is getattr and len(args) == 2 else None
+    if function is not getattr:
+        return None
+    _forget_changed(args[0], args[1].value)
+    if type(own := type(args[0].value).__getattribute__) is FunctionType and not isinstance(args[0].value, Proxy):
+        return lambda source, name, *default: call_interpreted(own, source, name)
+    found = find_attribute(*args) if len(args) == 2 else None
     return None if found is None else lambda *_: found
 
 
@@ -130,14 +138,14 @@ def _native(plain: Any, key: str) -> Any:
 
 def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
     """Return what ``object.__getattribute__`` finds, unless a descriptor is one of Python."""
-    of_class = next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), _NOTHING)
-    if type(of_class) in _STORED:
+    found = of_class(kind, key)
+    if type(found) in _STORED:
         try:
-            return of_class.__get__(plain, kind)
+            return found.__get__(plain, kind)
         except AttributeError:  # an empty slot, for which the class may have `__getattr__`
             return _NOTHING
-    is_bound = type(of_class) in _BINDING
-    if not is_bound and of_class is not _NOTHING and hasattr(type(of_class), "__get__"):
+    is_bound = type(found) in _BINDING
+    if not is_bound and found is not _NOTHING and hasattr(type(found), "__get__"):
         return _NOTHING
     attributes = source.attribute_wrappers.get("__dict__")  # a copy, once the program has assigned an attribute
     if attributes is None and hasattr(plain, "__dict__"):
@@ -147,7 +155,27 @@ def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
             return _NOTHING
         if key in attributes.value:
             return attributes.value[key]
-    return of_class.__get__(plain, kind) if is_bound else of_class
+    return found.__get__(plain, kind) if is_bound else found
+
+
+def of_class(kind: type, key: str) -> Any:
+    """Return what the class of an object has under the name of an attribute, such as a property."""
+    return next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), _NOTHING)
+
+
+def _forget_changed(source: WrappedValue, key: Any) -> None:
+    """Let Thunder find an attribute again that a property computes, or that has changed where it is stored."""
+    plain = source.value
+    known = None if isinstance(plain, Proxy) or type(key) is not str else source.attribute_wrappers.get(key)
+    if known is None:
+        return
+    attributes = source.attribute_wrappers.get("__dict__")
+    of_object = getattr(plain, "__dict__", None) if attributes is None else attributes.value
+    stored = of_object.get(key, _NOTHING) if type(of_object) is dict else _NOTHING
+    if stored is _NOTHING:
+        stored = of_class(type(plain), key)
+    if type(stored) not in _STORED and stored is not known.value and stored is not known.original_value:
+        del source.attribute_wrappers[key]
 
 
 _NOTHING: Any = object()
@@ -234,6 +262,45 @@ def _iterate(sequence: WrappedValue, *, is_reversed: bool = False) -> WrappedVal
     return wrap(_Iterator(sequence, is_reversed), provenance=provenance)
 
 
+class _Keys(KeysView[Any]):
+    """The keys of a dictionary. Thunder's views compare unequal, and lack the other methods of views."""
+
+    _mapping: Any
+
+    def __iter__(self) -> Any:
+        return iter(self._mapping)
+
+    def __reversed__(self) -> Any:
+        return reversed(self._mapping)
+
+
+class _Values(ValuesView[Any]):
+    _mapping: Any
+
+    def __iter__(self) -> Any:
+        return MappingValuesIterator(self._mapping)
+
+    def __reversed__(self) -> Any:
+        return MappingValuesIterator(self._mapping, True)
+
+
+class _Items(ItemsView[Any, Any]):
+    _mapping: Any
+
+    def __iter__(self) -> Any:
+        return MappingItemsIterator(self._mapping)
+
+    def __reversed__(self) -> Any:
+        return MappingItemsIterator(self._mapping, True)
+
+
+def _view(kind: Any, mapping: WrappedValue) -> WrappedValue:
+    mapping.track_items()
+    view = wrap(kind(mapping.value), provenance=ProvenanceRecord(PseudoInst.GET_ITER, inputs=[mapping.provenance]))
+    view.attribute_wrappers["_mapping"] = mapping
+    return view
+
+
 def _next(iterator: WrappedValue) -> Any:
     if (position := iterator.value.advance()) is None:
         return do_raise(StopIteration())  # here, because each frame that an exception passes takes long
@@ -266,6 +333,13 @@ _METHODS: dict[int, _Direct] = {
     id(tuple.__iter__): _iterate,
     id(list.__reversed__): _REVERSE,
     id(_Iterator.__next__): _next,
+    id(_Keys.__iter__): MappingKeysView.__iter__,
+    id(_Keys.__reversed__): MappingKeysView.__reversed__,
+    **{
+        id(getattr(kind, name)): partial(_view, view)
+        for kind in (dict, OrderedDict)
+        for name, view in (("keys", _Keys), ("values", _Values), ("items", _Items))
+    },
 }
 """What takes the place of methods, by their identity."""
 

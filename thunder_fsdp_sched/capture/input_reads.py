@@ -31,7 +31,8 @@ import enum
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, NoneType
+from inspect import CO_GENERATOR
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodDescriptorType, NoneType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..private_interpreter import (
-    find_attributes,
+    call_interpreted,
     has_been_modified,
     identify_key,
     observed_by,
@@ -228,6 +229,13 @@ class InputReads:
             torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
         if unpacks(inst, stack):
             return None
+        if inst.opname == "DELETE_ATTR":
+            deleted = call_interpreted(delattr, stack.pop_wrapped(), wrap_const(inst.argval))
+            return deleted if isinstance(deleted, INTERPRETER_SIGNALS) else None
+        if state["frame"].code.co_flags & CO_GENERATOR:
+            from .generators import interpret as interpret_in_generator  # here, because many programs have none
+
+            interpret = functools.partial(interpret_in_generator, interpret)
         if self._sizes is not None:
             return self._sizes.interpret(interpret, inst, **state)
         return interpret(inst, **state)
@@ -250,7 +258,9 @@ class InputReads:
             return found
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
-        if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:
+        if (
+            found := torch_types.look_aside(function, args) or callbacks.look_aside(function, args, kwargs)
+        ) is not None:
             return found
         if (found := torch_functions.look_aside(function, args, kwargs)) is not None:
             return found
@@ -272,12 +282,20 @@ class InputReads:
                 return do_raise(error)
             if is_opaque(function):
                 found = callbacks.Watched(function)
+        if id(function) in _ENDING:
+            from .generators import look_aside as look_aside_ending
+
+            found = look_aside_ending(function, args[0]) or found
         if function is next and (error := self._iterators.error(args[0].value)) is not None:
             return do_raise(error)
         if (error := self._containers.error_of_change(function, args)) is not None:
             return do_raise(error)
-        if function is object.__setattr__:
-            find_attributes(args[0])
+        if id(function) in _ASSIGNING:
+            from .assigned_attributes import (
+                look_aside as look_aside_assigned,
+            )  # here, because most programs assign none
+
+            found = look_aside_assigned(function, args, found, self._object_at(args[0].provenance) is not None)
         found = self._shapes.look_aside(function, args, found)
         if (
             callable(found)
@@ -401,3 +419,5 @@ _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
 _CONSTANTS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, enum.Enum)
 _ROOTS = (FUNCTION, *INPUTS)
+_ENDING = frozenset(map(id, (GeneratorType.close, GeneratorType.throw)))
+_ASSIGNING = frozenset(map(id, (setattr, delattr, object.__setattr__)))

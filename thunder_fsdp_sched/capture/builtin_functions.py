@@ -1,0 +1,200 @@
+"""Builtin functions and methods of containers in Python, for the interpreter: see [Note: Callbacks] in ``callbacks``.
+
+Thunder does not know some of these methods, and others compute something else: ``index`` ignores where to start, ``get`` of
+a ``defaultdict`` adds the key, and ``in`` does not find an object that is unequal to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from thunder.core.interpreter import get_interpreterruntimectx, make_opaque, unwrap
+
+from .refusals import is_in_thunder
+
+
+def replacement(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return what to interpret in place of a function; ``None`` if the interpreter knows this call.
+
+    Args:
+        args, kwargs: the wrapped arguments of the call.
+    """
+    if getattr(function, "__name__", "") == "fromkeys":
+        return _from_keys if getattr(function, "__self__", None) is dict else None
+    if id(function) in _METHODS:
+        has_default = getattr(function, "__name__", "") != "get" or hasattr(type(args[0].value), "__missing__")
+        return _METHODS[id(function)] if has_default else None
+    if function is zip:
+        return None if args else _zip_nothing
+    if function is sys.exc_info:
+        return _exception_info
+    if function is iter:
+        return _iter_until if len(args) == 2 else None
+    key = unwrap(kwargs.get("key"))
+    if is_in_thunder() or isinstance(key, _COMPARED) or (function in _KEYED and key is None):
+        return None
+    return _KEYED[function] if function in _KEYED else _LAZY[function]
+
+
+def _map(function: Callable[..., Any], /, *iterables: Iterable[Any]) -> Iterator[Any]:
+    return (function(*values) for values in zip(*iterables, strict=False))
+
+
+def _filter(function: Callable[[Any], Any] | None, iterable: Iterable[Any], /) -> Iterator[Any]:
+    return (value for value in iterable if (value if function is None else function(value)))
+
+
+def _sorted(iterable: Iterable[Any], /, *, key: Callable[[Any], Any], reverse: bool = False) -> list[Any]:
+    values = list(iterable)
+    return [values[index] for index in _order([key(value) for value in values], reverse)]
+
+
+def _sort(values: list[Any], /, *, key: Callable[[Any], Any] | None = None, reverse: bool = False) -> None:
+    values[:] = [values[index] for index in _order(values if key is None else [key(v) for v in values], reverse)]
+
+
+def _extreme(choose: Callable[..., Any], *values: Any, key: Callable[[Any], Any], **default: Any) -> Any:
+    if len(values) == 1:
+        values = tuple(values[0])
+    if not values:
+        return choose((), **default)
+    return values[_position(choose, [key(value) for value in values])]
+
+
+def _insert(values: list[Any], index: int, value: Any, /) -> None:
+    values[index:index] = [value]
+
+
+def _clear(values: list[Any], /) -> None:
+    values[:] = []
+
+
+def _clear_mapping(mapping: dict[Any, Any], /) -> None:
+    for key in list(mapping):
+        del mapping[key]
+
+
+def _pop_item(mapping: dict[Any, Any], last: bool = True) -> tuple[Any, Any]:
+    if not mapping:
+        raise KeyError("popitem(): dictionary is empty")
+    key = list(mapping)[-1 if last else 0]
+    return key, mapping.pop(key)
+
+
+@make_opaque
+def _order(keys: list[Any], reverse: bool) -> list[int]:
+    return sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
+
+
+@make_opaque
+def _position(choose: Callable[..., int], keys: list[Any]) -> int:
+    return choose(range(len(keys)), key=keys.__getitem__)
+
+
+def _zip_nothing(*, strict: bool = False) -> Iterator[Any]:
+    return iter(())
+
+
+def _iter_until(function: Callable[[], Any], sentinel: Any, /) -> Iterator[Any]:
+    while not _is_same(value := function(), sentinel):
+        yield value
+
+
+@make_opaque
+def _exception_info() -> tuple[Any, Any, Any]:
+    error = get_interpreterruntimectx().exception_stack[-1]
+    return (None, None, None) if error is None else (type(error), error, error.__traceback__)
+
+
+def _is_same(one: Any, other: Any) -> Any:
+    return one is other or one == other
+
+
+def _contains(values: Sequence[Any], value: Any, /) -> bool:
+    return any(_is_same(each, value) for each in values)
+
+
+def _count(values: Sequence[Any], value: Any, /) -> int:
+    return len([None for each in values if _is_same(each, value)])
+
+
+def _index(values: Sequence[Any], value: Any, start: int = 0, stop: int = sys.maxsize, /) -> int:
+    for position in range(*slice(start, stop).indices(len(values))):
+        if _is_same(values[position], value):
+            return position
+    raise ValueError(f"{value!r} is not in the {type(values).__name__}")
+
+
+def _remove(values: list[Any], value: Any, /) -> None:
+    del values[_index(values, value)]
+
+
+def _add_in_place(values: list[Any], others: Iterable[Any], /) -> list[Any]:
+    values.extend(others)
+    return values
+
+
+def _multiply_in_place(values: list[Any], times: int, /) -> list[Any]:
+    values[:] = values * times
+    return values
+
+
+def _get(mapping: dict[Any, Any], key: Any, default: Any = None, /) -> Any:
+    if key in mapping:
+        return mapping[key]
+    return default
+
+
+def _set_default(mapping: dict[Any, Any], key: Any, default: Any = None) -> Any:
+    if key not in mapping:
+        mapping[key] = default
+    return mapping[key]
+
+
+def _move_to_end(mapping: OrderedDict[Any, Any], key: Any, last: bool = True) -> None:
+    value = mapping.pop(key)
+    others = [] if last else list(mapping.items())
+    for other, _ in others:
+        del mapping[other]
+    mapping[key] = value
+    mapping.update(others)
+
+
+def _from_keys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
+    return {key: value for key in keys}
+
+
+_COMPARED = type(functools.cmp_to_key(max))
+_LAZY: dict[type, Callable[..., Any]] = {map: _map, filter: _filter}
+_KEYED: dict[Any, Callable[..., Any]] = {
+    sorted: _sorted,
+    max: functools.partial(_extreme, max),
+    min: functools.partial(_extreme, min),
+}
+"""The functions that call a ``key`` if they get one."""
+
+_Methods = dict[str, Callable[..., Any]]
+_OF_SEQUENCES: _Methods = {"__contains__": _contains, "count": _count, "index": _index}
+_OF_LISTS: _Methods = {
+    **_OF_SEQUENCES,
+    "__iadd__": _add_in_place,
+    "__imul__": _multiply_in_place,
+    "clear": _clear,
+    "insert": _insert,
+    "remove": _remove,
+    "sort": _sort,
+}
+_OF_DICTIONARIES: _Methods = {
+    "clear": _clear_mapping,
+    "get": _get,
+    "popitem": _pop_item,
+    "setdefault": _set_default,
+}
+_OF_ORDERED: _Methods = {**_OF_DICTIONARIES, "move_to_end": _move_to_end}
+_OF_KINDS = ((tuple, _OF_SEQUENCES), (list, _OF_LISTS), (dict, _OF_DICTIONARIES), (OrderedDict, _OF_ORDERED))
+_METHODS = {id(getattr(kind, name)): method for kind, methods in _OF_KINDS for name, method in methods.items()}
+"""Methods of containers, by their identity."""

@@ -1,0 +1,104 @@
+"""Generators of a traced program: what they return, what leaves them, and what is thrown into them.
+
+[Note: Traced generators]
+Thunder runs a generator's frame up to the next ``yield``. It drops what a generator returns, takes a ``StopIteration`` that
+leaves it for its end, where Python raises an error, and keeps exceptions that are thrown into it, such as that of a ``with``
+statement, from its ``except`` and ``finally``. Here a generator returns a value by raising ``StopIteration``, and gets an
+exception as a value that it is sent, which its next instruction raises.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable
+from types import GeneratorType
+from typing import Any
+
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    WrappedValue,
+    do_raise,
+    get_interpreterruntimectx,
+    unwrap,
+    wrap_const,
+)
+
+from ..private_interpreter import call_interpreted
+from .refusals import is_of_program
+
+
+class _Thrown:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def interpret(run: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
+    """Interpret an instruction of a generator.
+
+    Args:
+        run: does it as Thunder does.
+    """
+    stack, frame = state["stack"], state["frame"]
+    top = unwrap(stack.getitem_wrapped(-1)) if len(stack) else None
+    if isinstance(top, _Thrown) and not _delegates(top, inst, stack):
+        stack.pop_wrapped()
+        return do_raise(top.error)
+    if inst.opname in ("RETURN_VALUE", "RETURN_CONST"):
+        value = inst.argval if inst.opname == "RETURN_CONST" else top
+        if value is None:
+            return run(inst, **state)
+        frame.inst_ptr = -1  # which no handler covers
+        return do_raise(StopIteration(value))
+    result = run(inst, **state)
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED and is_of_program(frame.code.co_filename):
+        error = get_interpreterruntimectx().curexc
+        if isinstance(error, StopIteration) and not _handles(frame):
+            return do_raise(RuntimeError("generator raised StopIteration"), error)
+    return result
+
+
+def _delegates(thrown: _Thrown, inst: Any, stack: Any) -> bool:
+    """Return whether an instruction passes what is thrown on to the generator of ``yield from``."""
+    if inst.opname in ("SEND", "YIELD_FROM"):
+        inner = stack.getitem_wrapped(-2)
+        if not _is_suspended(inner.value):
+            return False
+        is_closed = isinstance(thrown.error, GeneratorExit) and _close(inner)
+        return not is_closed
+    is_before = inst.opname == "RESUME" and inst.arg & 3 == 2
+    return is_before or inst.opname == "JUMP_BACKWARD_NO_INTERRUPT"
+
+
+def _handles(frame: Any) -> bool:
+    """Return whether an exception of the current instruction has a handler. From Python 3.12 each one in a generator has."""
+    entries = getattr(dis.Bytecode(frame.code), "exception_entries", ())  # from Python 3.11
+    return bool(frame.try_stack) or any(entry.start <= 2 * frame.inst_ptr < entry.end for entry in entries)
+
+
+def _is_suspended(generator: Any) -> bool:
+    return isinstance(generator, GeneratorType) and inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
+
+
+def look_aside(function: Any, generator: WrappedValue) -> Callable[..., Any] | None:
+    """Return what to call in place of the methods ``throw`` and ``close`` of a generator that has begun."""
+    if not _is_suspended(generator.value):
+        return None
+    return _close if function is GeneratorType.close else _throw
+
+
+def _throw(generator: WrappedValue, kind: WrappedValue, *more: WrappedValue) -> Any:
+    error = next((unwrap(value) for value in more[:1] if unwrap(value) is not None), unwrap(kind))
+    return call_interpreted(
+        GeneratorType.send, generator, wrap_const(_Thrown(error() if isinstance(error, type) else error))
+    )
+
+
+def _close(generator: WrappedValue) -> Any:
+    try:
+        generator.value.send(_Thrown(GeneratorExit()))
+    except (GeneratorExit, StopIteration):
+        return wrap_const(None)
+    except Exception as error:
+        return do_raise(error)
+    return do_raise(RuntimeError("generator ignored GeneratorExit"))
