@@ -12,7 +12,7 @@ Only ``InputReads`` asks here, in the interpreter's context of one compilation, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -31,9 +31,6 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
-    MappingItemsIterator,
-    MappingKeysView,
-    MappingValuesIterator,
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
@@ -42,6 +39,7 @@ from thunder.core.interpreter import (
     wrap,
     wrap_attribute,
     wrap_const,
+    wrapped_build_tuple,
 )
 from thunder.core.jit_ext import MODULE_MEMBER_DICT_ATTRS
 from thunder.core.proxies import Proxy, TensorProxy
@@ -262,36 +260,29 @@ def _iterate(sequence: WrappedValue, *, is_reversed: bool = False) -> WrappedVal
     return wrap(_Iterator(sequence, is_reversed), provenance=provenance)
 
 
-class _Keys(KeysView[Any]):
-    """The keys of a dictionary. Thunder's views compare unequal, and lack the other methods of views."""
+class _View:
+    """A view of a dictionary. Thunder's compare unequal, and lack most methods of views."""
 
     _mapping: Any
+    of: Any
 
     def __iter__(self) -> Any:
-        return iter(self._mapping)
+        return iter(type(self).of(self._mapping))
 
     def __reversed__(self) -> Any:
-        return reversed(self._mapping)
+        return reversed(type(self).of(self._mapping))
 
 
-class _Values(ValuesView[Any]):
-    _mapping: Any
-
-    def __iter__(self) -> Any:
-        return MappingValuesIterator(self._mapping)
-
-    def __reversed__(self) -> Any:
-        return MappingValuesIterator(self._mapping, True)
+class _Keys(_View, KeysView[Any]):
+    of = dict.keys
 
 
-class _Items(ItemsView[Any, Any]):
-    _mapping: Any
+class _Values(_View, ValuesView[Any]):
+    of = dict.values
 
-    def __iter__(self) -> Any:
-        return MappingItemsIterator(self._mapping)
 
-    def __reversed__(self) -> Any:
-        return MappingItemsIterator(self._mapping, True)
+class _Items(_View, ItemsView[Any, Any]):
+    of = dict.items
 
 
 def _view(kind: Any, mapping: WrappedValue) -> WrappedValue:
@@ -301,12 +292,52 @@ def _view(kind: Any, mapping: WrappedValue) -> WrappedValue:
     return view
 
 
+class _ViewIterator:
+    """An iterator over a view, as ``_Iterator`` is one over a list."""
+
+    def __init__(self, mapping: WrappedValue, keys: Iterator[Any], kind: type) -> None:
+        self.mapping, self.keys, self.kind = mapping, keys, kind
+
+    def __iter__(self) -> _ViewIterator:
+        return self
+
+    def __next__(self) -> Any:
+        key = next(self.keys)
+        if self.kind is _Keys:
+            return key
+        value = self.mapping.value[key]
+        return value if self.kind is _Values else (key, value)
+
+
+def _iterate_view(view: WrappedValue, *, is_reversed: bool = False) -> WrappedValue:
+    mapping = attribute(view, "_mapping")
+    keys = reversed(mapping.value) if is_reversed else iter(mapping.value)
+    provenance = ProvenanceRecord(PseudoInst.GET_ITER, inputs=[view.provenance])
+    return wrap(_ViewIterator(mapping, keys, type(view.value)), provenance=provenance)
+
+
+def _next_of_view(iterator: WrappedValue) -> Any:
+    mapping = iterator.value.mapping
+    try:
+        key = mapping.key_wrappers[next(iterator.value.keys)]
+    except (StopIteration, RuntimeError) as error:  # at its end, or because the dictionary has changed
+        return do_raise(error)
+    if iterator.value.kind is _Keys:
+        return key
+    value = call_interpreted(dict.__getitem__, mapping, key)
+    return value if iterator.value.kind is _Values else wrapped_build_tuple((key, value))
+
+
 def _next(iterator: WrappedValue) -> Any:
     if (position := iterator.value.advance()) is None:
         return do_raise(StopIteration())  # here, because each frame that an exception passes takes long
     sequence = iterator.value.sequence
     kind = list if isinstance(sequence.value, list) else tuple
     return call_interpreted(kind.__getitem__, sequence, wrap_const(position))
+
+
+def _next_direct(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
+    return {_Iterator: _next, _ViewIterator: _next_of_view}.get(type(args[0].value))
 
 
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
@@ -333,8 +364,9 @@ _METHODS: dict[int, _Direct] = {
     id(tuple.__iter__): _iterate,
     id(list.__reversed__): _REVERSE,
     id(_Iterator.__next__): _next,
-    id(_Keys.__iter__): MappingKeysView.__iter__,
-    id(_Keys.__reversed__): MappingKeysView.__reversed__,
+    id(_View.__iter__): _iterate_view,
+    id(_View.__reversed__): partial(_iterate_view, is_reversed=True),
+    id(_ViewIterator.__next__): _next_of_view,
     **{
         id(getattr(kind, name)): partial(_view, view)
         for kind in (dict, OrderedDict)
@@ -358,8 +390,8 @@ _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "_contains_op_handler.<locals>.impl"): _of_container("__contains__", *_CONTAINERS),
     (_INTERPRETER, "_len_lookaside.<locals>.impl"): _of_container("__len__", *_CONTAINERS, OrderedDict),
     (_INTERPRETER, "_iter_lookaside.<locals>.nosentinel_impl"): _of_container("__iter__", list, tuple),
-    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _of_type(_Iterator, _next),
-    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _of_type(_Iterator, _next),
+    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _next_direct,
+    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _next_direct,
     (_INTERPRETER, "_reversed_lookaside.<locals>.impl"): _of_type(tuple, _REVERSE),
     (_INTERPRETER, "_list_extend_handler.<locals>.<lambda>"): _of_container("extend", list),
     (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): _update,

@@ -9,35 +9,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from thunder.core.interpreter import get_interpreterruntimectx, make_opaque, unwrap
-
-from .refusals import is_in_thunder
+from thunder.core.interpreter import get_interpreterruntimectx, make_opaque
 
 
-def replacement(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return what to interpret in place of a function; ``None`` if the interpreter knows this call.
-
-    Args:
-        args, kwargs: the wrapped arguments of the call.
-    """
-    if getattr(function, "__name__", "") == "fromkeys":
-        return _from_keys if getattr(function, "__self__", None) is dict else None
-    if id(function) in _METHODS:
-        has_default = getattr(function, "__name__", "") != "get" or hasattr(type(args[0].value), "__missing__")
-        return _METHODS[id(function)] if has_default else None
-    if function is zip:
-        return None if args else _zip_nothing
-    if function is sys.exc_info:
-        return _exception_info
-    if function is iter:
-        return _iter_until if len(args) == 2 else None
-    key = unwrap(kwargs.get("key"))
-    if is_in_thunder() or isinstance(key, _COMPARED) or (function in _KEYED and key is None):
-        return None
-    return _KEYED[function] if function in _KEYED else _LAZY[function]
+def replacement(function: Any) -> Callable[..., Any]:
+    """Return what to interpret in place of a function."""
+    return _REPLACEMENTS.get(id(function), _from_keys)  # `dict.fromkeys` is another object each time
 
 
 def _map(function: Callable[..., Any], /, *iterables: Iterable[Any]) -> Iterator[Any]:
@@ -168,15 +148,6 @@ def _from_keys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
     return {key: value for key in keys}
 
 
-_COMPARED = type(functools.cmp_to_key(max))
-_LAZY: dict[type, Callable[..., Any]] = {map: _map, filter: _filter}
-_KEYED: dict[Any, Callable[..., Any]] = {
-    sorted: _sorted,
-    max: functools.partial(_extreme, max),
-    min: functools.partial(_extreme, min),
-}
-"""The functions that call a ``key`` if they get one."""
-
 _Methods = dict[str, Callable[..., Any]]
 _OF_SEQUENCES: _Methods = {"__contains__": _contains, "count": _count, "index": _index}
 _OF_LISTS: _Methods = {
@@ -196,5 +167,15 @@ _OF_DICTIONARIES: _Methods = {
 }
 _OF_ORDERED: _Methods = {**_OF_DICTIONARIES, "move_to_end": _move_to_end}
 _OF_KINDS = ((tuple, _OF_SEQUENCES), (list, _OF_LISTS), (dict, _OF_DICTIONARIES), (OrderedDict, _OF_ORDERED))
-_METHODS = {id(getattr(kind, name)): method for kind, methods in _OF_KINDS for name, method in methods.items()}
-"""Methods of containers, by their identity."""
+_REPLACEMENTS: dict[int, Callable[..., Any]] = {
+    id(filter): _filter,
+    id(iter): _iter_until,
+    id(map): _map,
+    id(max): functools.partial(_extreme, max),
+    id(min): functools.partial(_extreme, min),
+    id(sorted): _sorted,
+    id(sys.exc_info): _exception_info,
+    id(zip): _zip_nothing,
+    **{id(getattr(kind, name)): method for kind, methods in _OF_KINDS for name, method in methods.items()},
+}
+"""By the identity of the function."""

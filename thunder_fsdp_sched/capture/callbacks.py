@@ -48,10 +48,10 @@ def look_aside(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """
     if isinstance(function, FunctionType):
         instead = None if is_in_thunder() else compiled_function(function)
-    elif id(function) in _REPLACED or getattr(function, "__name__", "") == "fromkeys":
+    elif _is_replaced(function, args, kwargs):
         from .builtin_functions import replacement  # here, because many programs call none of them
 
-        instead = replacement(function, args, kwargs)
+        instead = replacement(function)
     else:
         return None
     return None if instead is None else functools.partial(call_interpreted, instead)
@@ -96,6 +96,22 @@ def _refuse_changing_values(frame: FrameType, event: str, function: Any) -> None
     changing_value(next(unbound, function), ())  # the refusal is collected
 
 
+def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call has to be replaced, because the interpreter does not know it in this form."""
+    name = getattr(function, "__name__", "")
+    if id(function) not in _REPLACED:
+        return name == "fromkeys" and getattr(function, "__self__", None) is dict
+    if id(function) in _CALLING:
+        key = unwrap(kwargs.get("key"))
+        has_function = isinstance(function, type) or not (key is None or isinstance(key, _COMPARED))
+        return has_function and not is_in_thunder()
+    if name == "get":
+        return hasattr(type(args[0].value), "__missing__")
+    return len(args) == 2 if function is iter else function is not zip or not args
+
+
+_COMPARED = type(functools.cmp_to_key(max))
+_CALLING = frozenset(map(id, (filter, map, max, min, sorted)))
 _SEQUENCES = ("__contains__", "count", "index")
 _LISTS = (*_SEQUENCES, "__iadd__", "__imul__", "clear", "insert", "remove", "sort")
 _MAPPINGS = ("clear", "get", "popitem", "setdefault")
