@@ -114,6 +114,7 @@ def _nll(y: torch.Tensor) -> torch.Tensor:
     return losses + F.nll_loss(scores, targets, None, None, 1, False)
 
 
+TARGETS, WEIGHT = torch.tensor([0, -100, 2, 1]), torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
 TRACED: Functions = {
     "containers that are edited": _edit,
     "lists in indices that change": _index,
@@ -122,6 +123,15 @@ TRACED: Functions = {
     "lists that grow": _append,
     "lists that change": _replace,
     "sizes that change": _resize,
+    "targets of bytes": lambda y: (
+        F.cross_entropy(y, TARGETS.clamp(0).byte()) * F.nll_loss(y, target=TARGETS.clamp(0).byte(), weight=WEIGHT)
+    ),
+    "linspace": lambda y: sum(
+        y * torch.linspace(-1.3, y.shape[0], steps, dtype=y.dtype).cos().mean() for steps in (1, 2, 7)
+    ),
+    "argmin": lambda y: y * y.argmin(-1) + torch.argmin(y, dim=0, keepdim=True),
+    "isfinite": lambda y: y * torch.isfinite(y / (y > 0)) + (y / (y > 0)).isfinite(),
+    "dropout of features in evaluation": lambda y: F.dropout2d(y[0], 0.5, False) * F.feature_alpha_dropout(y[1], 0.5),
     "eye": lambda y: (
         y @ torch.eye(4, dtype=y.dtype)
         + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y
@@ -178,6 +188,7 @@ ROW = torch.tensor([0])
 LEAVES: Functions = {
     "grid_sample": lambda y: F.grid_sample(y[None, None], grid=y.new_zeros(1, 2, 2, 2), align_corners=False),
     "flip": lambda y: y.flip(0) + torch.flip(y, (0, 1)) * y,
+    "heaviside": lambda y: torch.heaviside(y.detach(), y.new_ones(4)) * y,
     "hstack": lambda y: torch.hstack([y, y * 2]),
     "lstm_cell": lambda y: torch.lstm_cell(y, (y, y), y.new_ones(16, 4), y.new_ones(16, 4))[0],
     "index_put": lambda y: y.index_put((ROW,), y[1] * y[2]),
@@ -195,7 +206,6 @@ LEAVES: Functions = {
 }
 """Functions that run as they are, under the names that a warning has."""
 
-TARGETS, WEIGHT = torch.tensor([0, -100, 2, 1]), torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
 SMOOTHED: Functions = {
     "ignored": lambda y, t, w: F.cross_entropy(y, t, label_smoothing=0.1),
     "ignore_index": lambda y, t, w: F.cross_entropy(y, t.clamp(0, 2), ignore_index=2, label_smoothing=0.1),

@@ -23,9 +23,9 @@ _THIS_FOLDER = Path(__file__).parent
 _THUNDER = Path(thunder.__file__).parent
 _BY_TEXT = (
     (
-        r"'method_descriptor' object has no attribute '__module__'|^Sequence\.",
-        "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.remove. Use a list that "
-        "forward itself has made, or a tuple",
+        r"'method_descriptor' object has no attribute '__module__'",
+        "Thunder cannot trace methods of containers such as deque.append with a tensor. Use a list that forward itself has "
+        "made, or a tuple",
     ),
     (
         r"casting a TensorProxy to a Python",

@@ -190,7 +190,7 @@ def call_or_run_as_it_is(
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_RULE = frozenset({"flip", "imag", "index_add", "lerp", "minimum", "real", "remainder"})
+_WITHOUT_RULE = frozenset({"flip", "heaviside", "imag", "index_add", "lerp", "minimum", "real", "remainder"})
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
 
 _IN_PLACE_WITHOUT_RULE = frozenset(f"{name}_" for name in _WITHOUT_RULE if hasattr(torch.Tensor, f"{name}_"))
@@ -205,12 +205,13 @@ types: Thunder's programs do not print them."""
 
 _FUNCTIONAL = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
-    + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_head_attention_forward", "nll_loss")
-    + ("scaled_dot_product_attention",)
+    + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "multi_head_attention_forward")
+    + ("nll_loss", "scaled_dot_product_attention")
 )
-_REPLACED = frozenset(
-    {"as_tensor", "chunk", "eye", "norm", "repeat_interleave", "reshape", "tensor", "unbind", *_FUNCTIONAL}
-)
+_REPLACED = _FUNCTIONAL | {
+    *("argmin", "as_tensor", "chunk", "eye", "isfinite", "linspace", "norm", "repeat_interleave", "reshape", "tensor"),
+    "unbind",
+}
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""
 
 _BUILTIN = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from thunder.core import dtypes
 from thunder.core.interpreter import unwrap, wrap_const
 from thunder.core.proxies import TensorProxy
 
@@ -27,6 +29,20 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, eye, wrap_const(torch.get_default_dtype()))
     if function is F.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, grouped_attention)
+    given = [unwrap(value) for value in (*args, *kwargs.values())]
+    if name in ("cross_entropy", "nll_loss") and any(getattr(value, "dtype", None) is dtypes.uint8 for value in given):
+        return partial(call_interpreted, with_long_target, wrap_const(function))
+    if (
+        name in _WITHOUT_GRADIENT
+        and given
+        and isinstance(given[0], TensorProxy)
+        and dtypes.is_inexact_dtype(given[0].dtype)
+    ):
+        return partial(call_interpreted, _WITHOUT_GRADIENT[name])
+    if function is torch.linspace and dtypes.is_float_dtype(
+        dtypes.to_dtype(unwrap(kwargs.get("dtype"))) or dtypes.float32
+    ):
+        return partial(call_interpreted, linspace, wrap_const(torch.get_default_dtype()))
     if function is F.nll_loss and "ignore_index" not in kwargs:
         return partial(call_interpreted, nll_loss)
     if name.startswith("binary_cross_entropy") and any(
@@ -116,6 +132,32 @@ def nll_loss(
     # Thunder has other parameters, and None for ignore_index, at which its gradient fails.
     reduction = _reduction(size_average, reduce, reduction)
     return F.nll_loss(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def with_long_target(
+    function: Callable[..., torch.Tensor], input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return function(input, target.long(), *args, **kwargs)  # Thunder indexes by it, and torch takes bytes for a mask
+
+
+def argmin(input: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+    return torch.argmax(-input, dim, keepdim)
+
+
+def isfinite(input: torch.Tensor) -> torch.Tensor:
+    return input.abs() < math.inf
+
+
+_WITHOUT_GRADIENT = {"argmin": argmin, "isfinite": isfinite}
+"""Functions at which Thunder fails to differentiate a trace."""
+
+
+def linspace(
+    default_dtype: Any, start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None
+) -> torch.Tensor:
+    positions = torch.arange(steps, device=device).to(default_dtype if dtype is None else dtype)
+    step = (end - start) / max(steps - 1, 1)
+    return torch.where(positions < max(steps // 2, 1), start + positions * step, end - (steps - 1 - positions) * step)
 
 
 def binary_cross_entropy(
@@ -230,10 +272,10 @@ def _drop(
     """Drop what shares its first ``leading`` indices together; with ``alpha``, mean and variance of SELUs stay."""
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if input.dim() < min(leading, 2):
-        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
     if not training or p == 0.0:
         return input
+    if input.dim() < min(leading, 2):
+        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
     ones = torch.ones([*input.shape[:leading], *[1] * (input.dim() - leading)], dtype=input.dtype, device=input.device)
     kept = F.dropout(ones, p)
     if alpha is None or p == 1.0:
