@@ -319,20 +319,24 @@ def saved_objects(node: Any) -> Sequence[Any]:
     return tuple(node.saved_other)
 
 
-def extend_calls(model: ThunderModule, before_call: Callable[[], object], is_worthwhile: Callable[[], bool]) -> None:
+def extend_calls(
+    model: ThunderModule, before_call: Callable[[], object], is_worthwhile: Callable[[], bool], in_turn: Any
+) -> None:
     """Call a function before each call of a jitted module, and repeat calls that fail as long as another one says so.
 
     The function is called after all forward pre-hooks of ``model``, which may change the module.
 
     Args:
         is_worthwhile: see :func:`repeated`.
+        in_turn: the lock that a thread holds while it calls the module.
     """
     call = repeated(model._forward_fn, is_worthwhile)
 
     @functools.wraps(model._forward_fn)
     def extended(*args: Any, **kwargs: Any) -> Any:
-        before_call()
-        return call(*args, **kwargs)
+        with in_turn:
+            before_call()
+            return call(*args, **kwargs)
 
     model._forward_fn = extended
 

@@ -11,6 +11,7 @@ the original module does not have: libraries store things under them, and delete
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -182,6 +183,10 @@ class ShardedModule:
         finish_copies = load("extras.shard_offload:finish_copies") if offloads else None
 
         def after_call(jitted: Any, *_: Any) -> None:
+            with in_turn:
+                clean_up(jitted)
+
+        def clean_up(jitted: Any) -> None:
             self._collects_less.end()
             if finish_copies is not None:
                 finish_copies()
@@ -200,7 +205,10 @@ class ShardedModule:
                 self._is_starting = False
                 self.control.announce("starting a call", error)
 
-        extend_calls(model, before_call, self._adds_leaf)
+        in_turn = (
+            threading.RLock()
+        )  # while a thread traces the module, it has placeholders, with which others would fail
+        extend_calls(model, before_call, self._adds_leaf, in_turn)
         model.register_forward_hook(after_call, always_call=True)
 
     def _before_compiling(self, jitted: ThunderModule | None, text: str, *, stage: str) -> None:
