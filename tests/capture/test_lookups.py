@@ -356,7 +356,7 @@ def methods_of_dictionaries(item: Any) -> float:
 
 def other_builtins(item: Any) -> float:
     left = [*item, 0.0, 5.0]
-    found = [*iter(lambda: left.pop(0), 0.0), len(left), len([*zip(strict=False)])]
+    found = [*iter(lambda: left.pop(0), 0.0), len(left), len([*zip(strict=False)]), *reversed(nn.ParameterList(item))]
     try:
         raise ValueError
     except ValueError:

@@ -329,6 +329,14 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "set_materialize_grads": (lambda y: _MaterializesGrads.apply(y), r"attribute of ctx\. Save what backward needs"),
     "list first": (lambda y: _ListFirst.apply([1, 2], y), r"first argument is no tensor.*Pass a tensor first"),
     "unpacked number": (_unpack_number, r"interpreter fails here \(AssertionError.*module of its own"),
+    "assigned list": (
+        Calling(lambda self, y: self.__setattr__("kept", [y]) or y),
+        r"assigns a list to the attribute 'kept' of a Calling.*Assign tensors",
+    ),
+    "deleted attribute": (
+        Calling(lambda self, y: delattr(self, "function") or y),
+        r"deletes the attribute 'function' of a Calling.*Assign None",
+    ),
     "assigned part": (_assign_part, r"assigns real of a tensor.*torch\.complex"),
     "index of bools": (lambda y: y[[True, False]], r"bools in an index.*positions"),
     "nested bools": (lambda y: y[:, [False, True]], r"bools in an index.*positions"),

@@ -6,19 +6,24 @@ find an attribute that the program has deleted.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
+from thunder.core.devices import Device
 from thunder.core.interpreter import WrappedValue, do_raise, interpreter_needs_wrap, wrap_const
+from thunder.core.proxies import Proxy
 
 from ..private_interpreter import call_interpreted, find_attributes
 from ..private_lookups import of_class
 from .refusals import refusal
 
 _NATIVE_SET = object.__setattr__
+_STORED = (Proxy, torch.Tensor, int, float, str, bytes, tuple, NoneType, enum.Enum, torch.dtype, Device)
+"""What the epilogue stores."""
 
 
 def look_aside(function: Any, args: tuple[WrappedValue, ...], found: Any, is_of_input: bool) -> Callable[..., Any]:
@@ -33,6 +38,8 @@ def look_aside(function: Any, args: tuple[WrappedValue, ...], found: Any, is_of_
         return _refuse if is_of_input else _delete
     kind = type(args[0].value)
     if function is _NATIVE_SET:
+        if is_of_input and not isinstance(args[2].value, _STORED):
+            return _refuse_value
         find_attributes(args[0])
         return partial(_assign, found)
     is_own = isinstance(kind.__setattr__, FunctionType) and not issubclass(kind, torch.nn.Module)
@@ -47,6 +54,12 @@ def _assign(found: Callable[..., Any], source: WrappedValue, name: WrappedValue,
         return call_interpreted(setter, wrap_const(descriptor), source, value)
     source.attribute_wrappers.pop(name.value, None)
     return found(source, name, value)
+
+
+def _refuse_value(source: WrappedValue, name: WrappedValue, value: WrappedValue) -> Any:
+    owner, kind = type(source.value).__name__, type(value.value).__name__
+    what = f"forward assigns a {kind} to the attribute {name.value!r} of a {owner}, which the traces do not store"
+    return do_raise(refusal(what, "Assign tensors, numbers and strings, each to an attribute of its own"))
 
 
 def _refuse(source: WrappedValue, name: WrappedValue) -> Any:

@@ -90,6 +90,10 @@ def _exception_info() -> tuple[Any, Any, Any]:
     return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
+def _reversed(values: Sequence[Any], /) -> Iterator[Any]:
+    return (values[position] for position in range(len(values) - 1, -1, -1))
+
+
 def _is_same(one: Any, other: Any) -> Any:
     return one is other or one == other
 
@@ -173,6 +177,7 @@ _REPLACEMENTS: dict[int, Callable[..., Any]] = {
     id(map): _map,
     id(max): functools.partial(_extreme, max),
     id(min): functools.partial(_extreme, min),
+    id(reversed): _reversed,
     id(sorted): _sorted,
     id(sys.exc_info): _exception_info,
     id(zip): _zip_nothing,

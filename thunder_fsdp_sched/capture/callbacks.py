@@ -107,6 +107,8 @@ def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return has_function and not is_in_thunder()
     if name == "get":
         return hasattr(type(args[0].value), "__missing__")
+    if function is reversed:
+        return not isinstance(args[0].value, tuple) and not hasattr(type(args[0].value), "__reversed__")
     return len(args) == 2 if function is iter else function is not zip or not args
 
 
@@ -119,7 +121,7 @@ _REPLACED = frozenset(
     map(
         id,
         (
-            *(filter, iter, map, max, min, sorted, sys.exc_info, zip, OrderedDict.move_to_end),
+            *(filter, iter, map, max, min, reversed, sorted, sys.exc_info, zip, OrderedDict.move_to_end),
             *(getattr(tuple, name) for name in _SEQUENCES),
             *(getattr(list, name) for name in _LISTS),
             *(getattr(kind, name) for kind in (dict, OrderedDict) for name in _MAPPINGS),
