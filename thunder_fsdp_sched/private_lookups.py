@@ -200,6 +200,12 @@ def _of_container(method: str, *kinds: type) -> Callable[..., _Direct | None]:
     return choose
 
 
+def _of_metaclass(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
+    """Choose the method of a metaclass, such as that of enums, which Thunder does not look for."""
+    method = getattr(type(args[0].value), "__getitem__", None)
+    return None if method is None else partial(call_interpreted, method)
+
+
 def _of_type(kind: type, instead: _Direct) -> Callable[..., _Direct | None]:
     """Choose ``instead`` if the first argument is of this type."""
     return lambda _, args, kwargs: instead if type(args[0].value) is kind else None
@@ -382,6 +388,7 @@ _INTERPRETER = WrappedValue.__module__
 _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "globals_lookup.<locals>.<lambda>"): _GET_ITEM,
     (_INTERPRETER, "_binary_subscr_handler.<locals>.getitem_impl"): _GET_ITEM,
+    (_INTERPRETER, "_binary_subscr_handler.<locals>.class_getitem_impl"): _of_metaclass,
     (_INTERPRETER, "_tuple_new_provenance_tracking_lookaside.<locals>.<lambda>"): _GET_ITEM,
     # Before Python 3.12, comprehensions are functions.
     (_INTERPRETER, "wrap_args_from_list.<locals>.<listcomp>.<lambda>"): _GET_ITEM,

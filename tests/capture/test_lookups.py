@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import math
@@ -354,6 +355,29 @@ def methods_of_dictionaries(item: Any) -> float:
     return mixed([*found, *("abc".index(key) for key in ordered)])
 
 
+class Kind(enum.Enum):
+    ONE = 1.0
+
+
+def patterns(item: Any) -> float:
+    found = []
+    for value in (*item, Point(1.0, 2.0), Point(3.0, 4.0), "text", True, Kind["ONE"], None):
+        match value:
+            case Point(x=1.0, y=y):
+                found += [y]
+            case Point(x):
+                found += [x]
+            case str(text):
+                found += [len(text)]
+            case bool() | Kind():
+                found += [5.0]
+            case int(number):
+                found += [number]
+            case _:
+                found += [6.0]
+    return mixed(found)
+
+
 def other_builtins(item: Any) -> float:
     left = [*item, 0.0, 5.0]
     found = [*iter(lambda: left.pop(0), 0.0), len(left), len([*zip(strict=False)]), *reversed(nn.ParameterList(item))]
@@ -482,6 +506,8 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "attributes that change": (Plain, changed_attributes),
     "own methods for attributes": (Plain, own_attribute_methods),
     "attributes of a class that change": (Plain, class_attributes),
+    "patterns": (lambda: [7, 8.0], patterns),
+    "elements of a shape": (lambda: torch.ones(2, 3), lambda item: item.shape.numel() + item.shape[1:].numel()),
     "views": (lambda: {"a": 2.0, "b": 3.0}, views),
     "methods of lists": (lambda: [1.0, 3.0, 2.0], methods_of_lists),
     "methods of dictionaries": (dict, methods_of_dictionaries),

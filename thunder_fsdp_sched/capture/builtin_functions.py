@@ -12,12 +12,45 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from thunder.core.interpreter import get_interpreterruntimectx, make_opaque
+from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, make_opaque, wrap_const
+
+from ..private_interpreter import call_interpreted
+
+
+def match_class(inst: Any, stack: Any) -> Any:
+    """Interpret a pattern such as ``case Point(1, y=y)``, of which Thunder reads other attributes."""
+    names, kind, subject = (stack.pop_wrapped() for _ in range(3))
+    found = call_interpreted(_match_class, subject, kind, wrap_const(inst.arg), names)
+    if isinstance(found, INTERPRETER_SIGNALS):
+        return found
+    is_old = sys.version_info < (3, 11)  # which keeps the subject, and pushes whether it matches
+    with stack.set_cur_instruction(inst):
+        stack.append(subject if is_old and found.value is None else found)
+        if is_old:
+            stack.append(found.value is not None)
+    return None
 
 
 def replacement(function: Any) -> Callable[..., Any]:
     """Return what to interpret in place of a function."""
     return _REPLACEMENTS.get(id(function), _from_keys)  # `dict.fromkeys` is another object each time
+
+
+def _match_class(subject: Any, kind: type, count: int, names: tuple[str, ...]) -> tuple[Any, ...] | None:
+    if not isinstance(subject, kind):
+        return None
+    positional = getattr(kind, "__match_args__", ())
+    is_whole = count == 1 and not hasattr(kind, "__match_args__") and issubclass(kind, _MATCHED_AS_A_WHOLE)
+    if count > len(positional) + is_whole:
+        raise TypeError(f"{kind.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)")
+    attributes = (*positional[:count], *names)
+    if not all(hasattr(subject, name) for name in attributes):
+        return None
+    found = [getattr(subject, name) for name in attributes]
+    return (subject, *found) if is_whole else (*found,)
+
+
+_MATCHED_AS_A_WHOLE = (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple)
 
 
 def _map(function: Callable[..., Any], /, *iterables: Iterable[Any]) -> Iterator[Any]:

@@ -232,6 +232,10 @@ class InputReads:
         if inst.opname == "DELETE_ATTR":
             deleted = call_interpreted(delattr, stack.pop_wrapped(), wrap_const(inst.argval))
             return deleted if isinstance(deleted, INTERPRETER_SIGNALS) else None
+        if inst.opname == "MATCH_CLASS":
+            from .builtin_functions import match_class
+
+            return match_class(inst, stack)
         if state["frame"].code.co_flags & CO_GENERATOR:
             from .generators import interpret as interpret_in_generator  # here, because many programs have none
 

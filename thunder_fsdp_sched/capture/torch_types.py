@@ -6,6 +6,7 @@ What answers them is in ``tensor_attributes``, which is loaded for the first one
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ def look_aside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | Non
         function: ``getattr``, ``hasattr``, ``type`` or ``torch.device``; others are left alone.
         args: the wrapped arguments.
     """
+    if function is getattr and type(args[0].value) is tuple and args[1].value == "numel":  # of a shape, or a part of it
+        return lambda shape, _: wrap_const(functools.partial(math.prod, shape.value))
     if function is not torch.device and (
         function not in (getattr, hasattr, type) or not isinstance(args[0].value, TensorProxy)
     ):
