@@ -12,7 +12,7 @@ Only ``InputReads`` asks here, in the interpreter's context of one compilation, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -31,21 +31,17 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
-    ProvenanceRecord,
-    PseudoInst,
     WrappedValue,
-    do_raise,
     get_interpretercompilectx,
-    wrap,
     wrap_attribute,
     wrap_const,
-    wrapped_build_tuple,
 )
 from thunder.core.jit_ext import MODULE_MEMBER_DICT_ATTRS
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.torch.experimental import dtensor_torch_and_prims
 
 from .private_interpreter import call_interpreted
+from .private_iteration import METHODS, next_item, reverse
 
 _Direct = Callable[..., Any]
 _Arguments = tuple[WrappedValue, ...]
@@ -53,7 +49,7 @@ _Arguments = tuple[WrappedValue, ...]
 
 def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:
     """Return what does the same as ``function`` with these wrapped arguments; ``None`` if it is to be interpreted."""
-    if (method := _METHODS.get(id(function))) is not None:
+    if (method := METHODS.get(id(function))) is not None:
         return method
     if type(function) is FunctionType:
         choose = _HELPERS.get((function.__module__, function.__qualname__))
@@ -235,120 +231,6 @@ def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: Wrap
     return call_interpreted(called, *bound.item_wrappers, *args, **{**keywords, **kwargs})
 
 
-class _Iterator:
-    """An iterator over a list or tuple: the interpreter gets wrapped items, native code plain ones.
-
-    Thunder's keeps its position where native code does not find it, and goes on after its end if the list has grown.
-    """
-
-    def __init__(self, sequence: WrappedValue, is_reversed: bool) -> None:
-        self.sequence, self._step = sequence, -1 if is_reversed else 1
-        self._position = len(sequence.item_wrappers) - 1 if is_reversed else 0
-
-    def __iter__(self) -> _Iterator:
-        return self
-
-    def __next__(self) -> Any:
-        if (position := self.advance()) is None:
-            raise StopIteration
-        return self.sequence.value[position]
-
-    def advance(self) -> int | None:
-        """Return the position of the next item; ``None`` at the end."""
-        position = self._position
-        if not 0 <= position < len(self.sequence.item_wrappers):
-            self._position = -1
-            return None
-        self._position += self._step
-        return position
-
-
-def _iterate(sequence: WrappedValue, *, is_reversed: bool = False) -> WrappedValue:
-    sequence.track_items()
-    provenance = ProvenanceRecord(PseudoInst.GET_ITER, inputs=[sequence.provenance])
-    return wrap(_Iterator(sequence, is_reversed), provenance=provenance)
-
-
-class _View:
-    """A view of a dictionary. Thunder's compare unequal, and lack most methods of views."""
-
-    _mapping: Any
-    of: Any
-
-    def __iter__(self) -> Any:
-        return iter(type(self).of(self._mapping))
-
-    def __reversed__(self) -> Any:
-        return reversed(type(self).of(self._mapping))
-
-
-class _Keys(_View, KeysView[Any]):
-    of = dict.keys
-
-
-class _Values(_View, ValuesView[Any]):
-    of = dict.values
-
-
-class _Items(_View, ItemsView[Any, Any]):
-    of = dict.items
-
-
-def _view(kind: Any, mapping: WrappedValue) -> WrappedValue:
-    mapping.track_items()
-    view = wrap(kind(mapping.value), provenance=ProvenanceRecord(PseudoInst.GET_ITER, inputs=[mapping.provenance]))
-    view.attribute_wrappers["_mapping"] = mapping
-    return view
-
-
-class _ViewIterator:
-    """An iterator over a view, as ``_Iterator`` is one over a list."""
-
-    def __init__(self, mapping: WrappedValue, keys: Iterator[Any], kind: type) -> None:
-        self.mapping, self.keys, self.kind = mapping, keys, kind
-
-    def __iter__(self) -> _ViewIterator:
-        return self
-
-    def __next__(self) -> Any:
-        key = next(self.keys)
-        if self.kind is _Keys:
-            return key
-        value = self.mapping.value[key]
-        return value if self.kind is _Values else (key, value)
-
-
-def _iterate_view(view: WrappedValue, *, is_reversed: bool = False) -> WrappedValue:
-    mapping = attribute(view, "_mapping")
-    keys = reversed(mapping.value) if is_reversed else iter(mapping.value)
-    provenance = ProvenanceRecord(PseudoInst.GET_ITER, inputs=[view.provenance])
-    return wrap(_ViewIterator(mapping, keys, type(view.value)), provenance=provenance)
-
-
-def _next_of_view(iterator: WrappedValue) -> Any:
-    mapping = iterator.value.mapping
-    try:
-        key = mapping.key_wrappers[next(iterator.value.keys)]
-    except (StopIteration, RuntimeError) as error:  # at its end, or because the dictionary has changed
-        return do_raise(error)
-    if iterator.value.kind is _Keys:
-        return key
-    value = call_interpreted(dict.__getitem__, mapping, key)
-    return value if iterator.value.kind is _Values else wrapped_build_tuple((key, value))
-
-
-def _next(iterator: WrappedValue) -> Any:
-    if (position := iterator.value.advance()) is None:
-        return do_raise(StopIteration())  # here, because each frame that an exception passes takes long
-    sequence = iterator.value.sequence
-    kind = list if isinstance(sequence.value, list) else tuple
-    return call_interpreted(kind.__getitem__, sequence, wrap_const(position))
-
-
-def _next_direct(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    return {_Iterator: _next, _ViewIterator: _next_of_view}.get(type(args[0].value))
-
-
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
     """Choose the operator of a tensor, which returns a tensor or raises an error, whatever the other operand is."""
     method = getattr(TensorProxy, args[2].value, None) if type(args[0].value) is TensorProxy else None
@@ -367,23 +249,6 @@ def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedVal
 _NO_DTENSORS = frozenset({TensorProxy, NoneType, bool, int, float, str})
 _CONTAINERS = (dict, list, tuple)
 _GET_ITEM = _of_container("__getitem__", *_CONTAINERS)
-_REVERSE = partial(_iterate, is_reversed=True)
-_METHODS: dict[int, _Direct] = {
-    id(list.__iter__): _iterate,
-    id(tuple.__iter__): _iterate,
-    id(list.__reversed__): _REVERSE,
-    id(_Iterator.__next__): _next,
-    id(_View.__iter__): _iterate_view,
-    id(_View.__reversed__): partial(_iterate_view, is_reversed=True),
-    id(_ViewIterator.__next__): _next_of_view,
-    **{
-        id(getattr(kind, name)): partial(_view, view)
-        for kind in (dict, OrderedDict)
-        for name, view in (("keys", _Keys), ("values", _Values), ("items", _Items))
-    },
-}
-"""What takes the place of methods, by their identity."""
-
 _INTERPRETER = WrappedValue.__module__
 _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "globals_lookup.<locals>.<lambda>"): _GET_ITEM,
@@ -400,9 +265,9 @@ _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "_contains_op_handler.<locals>.impl"): _of_container("__contains__", *_CONTAINERS),
     (_INTERPRETER, "_len_lookaside.<locals>.impl"): _of_container("__len__", *_CONTAINERS, OrderedDict),
     (_INTERPRETER, "_iter_lookaside.<locals>.nosentinel_impl"): _of_container("__iter__", list, tuple),
-    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _next_direct,
-    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _next_direct,
-    (_INTERPRETER, "_reversed_lookaside.<locals>.impl"): _of_type(tuple, _REVERSE),
+    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): next_item,
+    (_INTERPRETER, "_next_lookaside.<locals>.impl"): next_item,
+    (_INTERPRETER, "_reversed_lookaside.<locals>.impl"): _of_type(tuple, reverse),
     (_INTERPRETER, "_list_extend_handler.<locals>.<lambda>"): _of_container("extend", list),
     (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): _update,
     (_INTERPRETER, "_call_dispatch.<locals>._impl"): _of_type(MethodType, _call_method),
