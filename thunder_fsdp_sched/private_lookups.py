@@ -54,14 +54,9 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
     if type(function) is FunctionType:
         choose = _HELPERS.get((function.__module__, function.__qualname__))
         return None if choose is None else choose(function, args, kwargs)
-    if function is object.__getattribute__:
-        found = _member(args[0], args[0].value, type(args[0].value), args[1].value)
-        return None if found is _NOTHING else lambda source, name: wrap_attribute(found, source, name)
     if function is not getattr:
         return None
     _forget_changed(args[0], args[1].value)
-    if type(own := type(args[0].value).__getattribute__) is FunctionType and not isinstance(args[0].value, Proxy):
-        return lambda source, name, *default: call_interpreted(own, source, name)
     found = find_attribute(*args) if len(args) == 2 else None
     return None if found is None else lambda *_: found
 

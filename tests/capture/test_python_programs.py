@@ -51,9 +51,6 @@ class Doubling:
     def __setattr__(self, name: str, value: float) -> None:
         object.__setattr__(self, name, value * 2)
 
-    def __getattribute__(self, name: str) -> Any:
-        return object.__getattribute__(self, name) if name.startswith("__") else object.__getattribute__(self, name) + 1
-
 
 def changed_attributes() -> float:
     one = Changing()
