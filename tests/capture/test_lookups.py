@@ -367,7 +367,6 @@ def names_of(code: CodeType, outer: str = "") -> Iterator[str]:
             yield from names_of(inner, name + ("." if inner.co_name.endswith("comp>") else ".<locals>."))
 
 
-METHODS = frozenset({"getattr", "list.__iter__", "tuple.__iter__", "list.__reversed__", "_Iterator.__next__"})
 NAMES = frozenset(
     name
     for module in (interpreter, dtensor_torch_and_prims)

@@ -6,7 +6,10 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+
 import pytest
+import thunder
 import torch
 from beside import Beside
 from torch import nn
@@ -72,3 +75,12 @@ class Asking(nn.Module):
 
 def test_members_are_those_that_torch_finds(one_rank: None) -> None:
     Beside(Asking().double(), leaf_modules=()).check(X)
+
+
+def test_threads_compile_and_call_one_model_in_turn(one_rank: None) -> None:
+    both, inputs = Beside(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()), [X[:1], X, X.repeat(2, 1)]
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        outputs = list(pool.map(both.model, inputs))
+    torch.testing.assert_close(outputs, [both.module(x) for x in inputs])
+    both.check(X)
+    assert thunder.cache_misses(both.model) == len(inputs)
