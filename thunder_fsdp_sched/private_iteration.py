@@ -55,7 +55,7 @@ def _iterate(sequence: WrappedValue, *, is_reversed: bool = False) -> WrappedVal
     return wrap(_Iterator(sequence, is_reversed), provenance=provenance)
 
 
-class _View:
+class _MappingView:
     """A view of a dictionary."""
 
     _mapping: Any
@@ -68,15 +68,15 @@ class _View:
         return reversed(type(self).of(self._mapping))
 
 
-class _Keys(_View, KeysView[Any]):
+class _MappingKeys(_MappingView, KeysView[Any]):
     of = dict.keys
 
 
-class _Values(_View, ValuesView[Any]):
+class _MappingValues(_MappingView, ValuesView[Any]):
     of = dict.values
 
 
-class _Items(_View, ItemsView[Any, Any]):
+class _MappingItems(_MappingView, ItemsView[Any, Any]):
     of = dict.items
 
 
@@ -98,10 +98,10 @@ class _ViewIterator:
 
     def __next__(self) -> Any:
         key = next(self.keys)
-        if self.kind is _Keys:
+        if self.kind is _MappingKeys:
             return key
         value = self.mapping.value[key]
-        return value if self.kind is _Values else (key, value)
+        return value if self.kind is _MappingValues else (key, value)
 
 
 def _iterate_view(view: WrappedValue, *, is_reversed: bool = False) -> WrappedValue:
@@ -117,10 +117,10 @@ def _next_of_view(iterator: WrappedValue) -> Any:
         key = mapping.key_wrappers[next(iterator.value.keys)]
     except (StopIteration, RuntimeError) as error:  # at its end, or because the dictionary has changed
         return do_raise(error)
-    if iterator.value.kind is _Keys:
+    if iterator.value.kind is _MappingKeys:
         return key
     value = call_interpreted(dict.__getitem__, mapping, key)
-    return value if iterator.value.kind is _Values else wrapped_build_tuple((key, value))
+    return value if iterator.value.kind is _MappingValues else wrapped_build_tuple((key, value))
 
 
 def _next(iterator: WrappedValue) -> Any:
@@ -142,13 +142,13 @@ METHODS: dict[int, Callable[..., Any]] = {
     id(tuple.__iter__): _iterate,
     id(list.__reversed__): reverse,
     id(_Iterator.__next__): _next,
-    id(_View.__iter__): _iterate_view,
-    id(_View.__reversed__): partial(_iterate_view, is_reversed=True),
+    id(_MappingView.__iter__): _iterate_view,
+    id(_MappingView.__reversed__): partial(_iterate_view, is_reversed=True),
     id(_ViewIterator.__next__): _next_of_view,
     **{
         id(getattr(kind, name)): partial(_view, view)
         for kind in (dict, OrderedDict)
-        for name, view in (("keys", _Keys), ("values", _Values), ("items", _Items))
+        for name, view in (("keys", _MappingKeys), ("values", _MappingValues), ("items", _MappingItems))
     },
 }
 """What takes the place of methods, by their identity."""
