@@ -259,6 +259,24 @@ def test_the_gradient_of_parts_is_one_concatenation() -> None:
     assert "torch.cat(" in trace and "pad(" not in trace
 
 
+@pytest.mark.parametrize(
+    ("norm", "shapes"),
+    [
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), [(2, 4, 6), (3, 4, 6)]),
+        (nn.InstanceNorm2d(4, track_running_stats=True, momentum=None), [(2, 4, 3, 3)]),
+        (nn.BatchNorm1d(4), [(5, 4), (0, 4), (5, 4)]),
+    ],
+    ids=["instances", "instances without momentum", "batches, one of them empty"],
+)
+def test_running_statistics_are_those_of_eager_mode(norm: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    both = Beside(nn.Sequential(norm).double())
+    for training in (True, False):
+        for each in both.both:
+            each.train(training)
+        for shape in shapes:
+            both.check(torch.randn(shape, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("name", [name for name in COMPLEX if name != "a constant"])
 def test_the_strict_mode_refuses_gradients_of_complex_values(name: str) -> None:
     model = Beside(Applied(COMPLEX[name], 4).double(), leaf_modules=()).model

@@ -204,9 +204,18 @@ _NAMED = {
 types: Thunder's programs do not print them."""
 
 _FUNCTIONAL = frozenset(
-    ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
+    (
+        "alpha_dropout",
+        "batch_norm",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "feature_alpha_dropout",
+        "gumbel_softmax",
+    )
     + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "multi_head_attention_forward")
-    + ("nll_loss", "scaled_dot_product_attention")
+    + ("instance_norm", "nll_loss", "scaled_dot_product_attention")
 )
 _REPLACED = _FUNCTIONAL | {
     *("argmin", "as_tensor", "chunk", "eye", "isfinite", "linspace", "norm", "repeat_interleave", "reshape", "tensor"),

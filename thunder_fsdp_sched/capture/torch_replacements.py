@@ -49,6 +49,12 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())
     ):
         return partial(call_interpreted, binary_cross_entropy, wrap_const(function))
+    if (
+        function in _WITH_STATISTICS
+        and len(args) + len(kwargs) > 2
+        and (instead := _of_statistics(function, args, kwargs))
+    ):
+        return partial(call_interpreted, instead)
     if function is F.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)
     if (draws := _RANDOM.get(id(function))) is not None:
@@ -103,6 +109,52 @@ def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 _PARTS: dict[str, Callable[..., Any]] = {"chunk": chunk, "unbind": unbind}
+
+
+def _of_statistics(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return what to call where running statistics are given, if Thunder changes them in another way than torch."""
+    try:
+        given = inspect.signature(_WITH_STATISTICS[function]).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    input, mean, training = (unwrap(given.get(name)) for name in ("input", "running_mean", "training"))
+    is_other = function is F.instance_norm or (training and isinstance(input, TensorProxy) and 0 in shape_of(input))
+    return _WITH_STATISTICS[function] if mean is not None and is_other else None
+
+
+def instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if not use_input_stats:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    values, dims = input.detach(), tuple(range(2, input.dim()))  # Thunder changes copies of the statistics
+    running_mean.copy_((1 - momentum) * running_mean + momentum * values.mean(dims).mean(0))
+    running_var.copy_((1 - momentum) * running_var + momentum * values.var(dims).mean(0))
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
+def batch_norm_of_nothing(
+    input: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    # Thunder's statistics of an empty batch are not numbers, and torch's stay as they are.
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+_WITH_STATISTICS = {F.batch_norm: batch_norm_of_nothing, F.instance_norm: instance_norm}
 
 
 def repeat_interleave(
