@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from thunder.core.interpreter import (
     WrappedValue,
     _interpret_call,
     get_interpreterruntimectx,
+    make_generator,
 )
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
@@ -30,6 +32,11 @@ from thunder.core.proxies import Proxy, variableify
 def call_interpreted(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
     return _interpret_call(function, *args, **kwargs)
+
+
+def is_interpreted_generator(value: Any) -> bool:
+    """Return whether a value is a generator whose function Thunder's interpreter interprets."""
+    return isinstance(value, GeneratorType) and value.gi_code in make_generator.__code__.co_consts
 
 
 def call_module_as_torch(module: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -179,6 +179,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "generator": (lambda y: next(y * i for i in _ITEMS), "(generator)"),
     "in a key": (lambda y: y * sorted([1, 2], key=lambda _: random.random())[0], "random.random"),
     "in map": (lambda y: y * sum(map(lambda _: random.random(), [1, 2])), "random.random"),
+    "in a generator": (lambda y: y * next(random.random() for _ in [1]), "random.random"),
     "in native code": (lambda y: y * float(re.sub("a", lambda _: str(time.time()), "a")), "time.time"),
     "in an iterator": (lambda y: y * max(itertools.accumulate([1, 2], lambda *_: random.random())), "random.random"),
     "initial_seed": (lambda y: y * torch.initial_seed(), "(initial_seed)"),

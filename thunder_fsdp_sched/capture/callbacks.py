@@ -8,7 +8,9 @@ interpreter interprets.
 
 Other native functions may call back, too: ``itertools.accumulate``, ``re.sub``, or a lookup that calls ``__eq__``. They
 run as they are, but a profile function watches whether the program calls functions whose results change meanwhile. Python's
-garbage collector waits until it has ended: the functions in ``gc.callbacks`` and finalizers are not the program's.
+garbage collector waits until it has ended: the functions in ``gc.callbacks`` and finalizers are not the program's. The next
+item of a generator of the program is not watched: the interpreter interprets it, and all that it does would be seen, which
+doubles the time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, GeneratorType
 from typing import Any
 
 from thunder.core.interpreter import (
@@ -34,7 +36,7 @@ from thunder.core.interpreter import (
 )
 
 from ..ir.inspection import is_library
-from ..private_interpreter import call_interpreted
+from ..private_interpreter import call_interpreted, is_interpreted_generator
 from ..private_torch import compiled_function
 from .changing_values import READ_CLOCKS, changing_value
 from .refusals import is_in_thunder, is_own
@@ -67,7 +69,8 @@ class Watched:
         plain, named = tuple(map(unwrap, args)), {name: unwrap(arg) for name, arg in kwargs.items()}
         owner = getattr(self._function, "__objclass__", self._function)
         is_seeded = str(getattr(owner, "__module__", None)).startswith("numpy.random")  # the seed follows what it draws
-        is_free = sys.getprofile() is None and not is_seeded
+        is_interpreted = owner is GeneratorType and any(map(is_interpreted_generator, plain[:1]))
+        is_free = sys.getprofile() is None and not is_seeded and not is_interpreted
         collects = is_free and gc.isenabled() and self._function is not gc.disable
         if collects:
             gc.disable()
