@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 from thunder.core.interpreter import (
@@ -17,11 +18,12 @@ from thunder.core.interpreter import (
     WrappedValue,
     do_raise,
     wrap,
+    wrap_args,
     wrap_const,
     wrapped_build_tuple,
 )
 
-from .private_interpreter import call_interpreted
+from .private_interpreter import call_interpreted, is_interpreted_generator
 
 
 class _Iterator:
@@ -131,9 +133,21 @@ def _next(iterator: WrappedValue) -> Any:
     return call_interpreted(kind.__getitem__, sequence, wrap_const(position))
 
 
+def _next_of_generator(generator: WrappedValue) -> Any:
+    try:
+        item = next(generator.value)
+    except Exception as error:
+        return do_raise(error)
+    inputs = [wrap_const(GeneratorType.__next__).provenance, wrap_args((generator,)).provenance]
+    return wrap(item, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=inputs))
+
+
 def next_item(_: Any, args: tuple[WrappedValue, ...], kwargs: Any) -> Callable[..., Any] | None:
     """Choose what takes the next item of one of these iterators; ``None`` for others."""
-    return {_Iterator: _next, _ViewIterator: _next_of_view}.get(type(args[0].value))
+    iterator = args[0]
+    if is_interpreted_generator(iterator.value) and iterator.provenance.inst is PseudoInst.CONSTANT:  # the program made it
+        return _next_of_generator
+    return {_Iterator: _next, _ViewIterator: _next_of_view}.get(type(iterator.value))
 
 
 reverse = partial(_iterate, is_reversed=True)
