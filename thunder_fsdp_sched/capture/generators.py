@@ -44,6 +44,8 @@ def interpret(run: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
     if isinstance(top, _Thrown) and not _delegates(top, inst, stack):
         stack.pop_wrapped()
         return do_raise(top.error)
+    if inst.opname == "CALL_INTRINSIC_1" and isinstance(top, GeneratorExit):
+        return None  # from Python 3.12 on, this makes an error of a StopIteration; Thunder expects no other exception
     if inst.opname in ("RETURN_VALUE", "RETURN_CONST"):
         value = inst.argval if inst.opname == "RETURN_CONST" else top
         if value is None:
