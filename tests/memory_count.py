@@ -14,11 +14,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.runtime import moments
+from thunder_fsdp_sched.runtime.moments import ENDED
 from thunder_fsdp_sched.testing import statements
 
 import thunder
@@ -155,6 +154,20 @@ def _lasting(buckets: Iterable[Bucket]) -> Iterator[torch.Tensor | None]:
         yield getattr(vars(bucket).get("feedback"), "lost", None)  # made by the first reduction
 
 
+class _Backward(torch.autograd.Function):
+    """Run a function as the backward of an autograd node. Outside of one, leaf modules would keep their graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.run()
+        return None, None
+
+
 def count_step(
     transform: FSDPTransform, compiled: CompiledTraces, flat: Sequence[Any], *, agrees: bool = False
 ) -> Tracker:
@@ -186,10 +199,14 @@ def count_step(
             tracker.skip(grad)
         collections = [list(saved), list(others)]
         del saved, others
-        # This runs outside of autograd, and counts as the backward of the forward above.
-        with mock.patch.object(moments, "end_of_forward", return_value=sys.maxsize), tracker:
-            returned = backward(collections, grads)
-        del returned
+
+    def run() -> None:
+        with tracker:
+            backward(collections, grads)
+
+    loss = _Backward.apply(torch.zeros((), requires_grad=True), run)
+    loss.grad_fn.metadata[ENDED] = sys.maxsize  # as the backward of the forward above
+    loss.backward()
     return tracker
 
 

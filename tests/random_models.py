@@ -42,9 +42,14 @@ def draw_numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
     return values[-1]
 
 
-def examples(ordinary: int, more: int) -> pytest.MarkDecorator:
-    """Run a test with the numbers of ``ordinary`` examples for :func:`draw_numbered`, and of ``more`` in long runs."""
-    longer = [pytest.param(number, marks=pytest.mark.long) for number in range(ordinary, ordinary + more)]
+def examples(ordinary: int, more: int, *others: int) -> pytest.MarkDecorator:
+    """Run a test with the numbers of ``ordinary`` examples for :func:`draw_numbered`, and of ``more`` in long runs.
+
+    Args:
+        others: numbers among the latter for ordinary runs, too, such as those of examples that failed once.
+    """
+    numbers = range(ordinary, ordinary + more)
+    longer = [pytest.param(n, marks=() if n in others else pytest.mark.long) for n in numbers]
     return pytest.mark.parametrize("number", [*range(ordinary), *longer])
 
 

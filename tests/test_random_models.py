@@ -46,7 +46,7 @@ def test_every_promise_holds_on_fake_ranks(number: int) -> None:
         testing.assert_prefetch_distance(transform, prefetch)
 
 
-@examples(2, 58)
+@examples(2, 58, 5, 12)
 def test_predicted_memory_is_counted_at_every_position_of_a_run(number: int) -> None:
     drawn = st.tuples(cases(), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([(), TWICE]))
     case, world_size, window = draw_numbered(drawn, number)
