@@ -361,8 +361,37 @@ def test_the_errors_of_the_program_stay_its_own(rows: int, error: str, one_rank:
     model(torch.ones(4, 3, SIZE)).sum().backward()
 
 
+class Shift(nn.Module):
+    """Does not save its input for backward, but a hook may hold it."""
+
+    def __init__(self, *, holds: bool = False) -> None:
+        super().__init__()
+        self.bias, self.holds = nn.Parameter(torch.ones(SIZE)), holds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(x + self.bias)
+        if self.holds:
+            out.register_hook(lambda grad: grad.view_as(x))
+        return out
+
+
+class Wide(Shift):
+    """Takes more memory in forward than in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x.expand(8, *x.shape) + 1).sum(0))
+
+
 @pytest.mark.parametrize(
-    ("part", "pattern"), [(Mlp, "blocks.*.part"), (lambda: in_checkpoint(Mlp), "blocks.*.part.mlp")]
+    ("part", "pattern"),
+    [
+        (Mlp, "blocks.*.part"),
+        (lambda: in_checkpoint(Mlp), "blocks.*.part.mlp"),
+        (Shift, "blocks.*.part"),
+        (partial(Shift, holds=True), "blocks.*.part"),
+        (lambda: in_checkpoint(Shift), "blocks.*.part.mlp"),
+        (lambda: in_checkpoint(Wide), "blocks.*.part.mlp"),
+    ],
 )
 def test_predicted_memory_contains_what_a_leaf_saves_and_takes(part: Callable[[], nn.Module], pattern: str) -> None:
     """What a leaf takes in backward is an upper bound; everything else is exact."""

@@ -62,6 +62,13 @@ class NamedParameter(NamedTuple):
     number: int
 
 
+_OBSERVED = (
+    *("outputs", "results", "flops", "shares_memory", "writes", "kept"),
+    *("saved_bytes", "forward_bytes", "backward_bytes", "recomputing_bytes"),
+)
+"""The attributes of a leaf that a run on other values yields."""
+
+
 class Leaf:
     """A call of a leaf module, or of a function that runs as it is: the opaque argument of ``fsdp_leaf``.
 
@@ -84,8 +91,10 @@ class Leaf:
             copies.
         writes: the attributes that it changed when it was observed, each with the path of its module in the leaf.
         communicates: whether it may communicate: the user has said what it returns, so no run of it was observed.
-        saved_bytes: bytes that autograd keeps for backward besides inputs and parameters, as observed once.
+        kept: the numbers of the inputs, and then of the outputs, that autograd keeps for backward, as observed once.
+        saved_bytes: bytes that it keeps besides these and parameters.
         forward_bytes, backward_bytes: the most bytes that exist in either besides these, its results included.
+        recomputing_bytes: the same for a backward that runs forward again.
         flops: floating-point operations of a forward by dtype, by the formulas of ``torch.utils.flop_counter``.
     """
 
@@ -96,7 +105,7 @@ class Leaf:
     names: set[str]
     recomputes = communicates = shares_memory = False
     writes: frozenset[tuple[str, str]] = frozenset()
-    saved_bytes = forward_bytes = backward_bytes = 0
+    saved_bytes = forward_bytes = backward_bytes = recomputing_bytes = 0
     flops: Mapping[torch.dtype, int] = MappingProxyType({})
 
     def __init__(
@@ -112,6 +121,7 @@ class Leaf:
         self.path, self.function, self.entries = path, function, tuple(entries)
         self.inputs, self.parameters = tuple(inputs), tuple(parameters)
         self.arguments, self.autocasts = arguments, tuple(autocasts)
+        self.kept = frozenset(range(len(self.inputs)))
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._variants: dict[Any, Leaf] = {}
         own = {id(entry.owner._parameters[entry.key]) for entry in entries}
@@ -142,13 +152,8 @@ class Leaf:
 
     def take_observations(self, other: Leaf) -> None:
         """Take what was observed of a call of a module that is like this one."""
-        self.outputs, self.results, self.flops = other.outputs, other.results, other.flops
-        self.shares_memory, self.writes = other.shares_memory, other.writes
-        self.saved_bytes, self.forward_bytes, self.backward_bytes = (
-            other.saved_bytes,
-            other.forward_bytes,
-            other.backward_bytes,
-        )
+        for name in _OBSERVED:
+            setattr(self, name, getattr(other, name))
 
     def flops_of(self, symbol: str) -> dict[torch.dtype, int]:
         """Return the floating-point operations of a symbol that runs it, by dtype: a backward counts as two forwards."""
@@ -180,9 +185,9 @@ class Leaf:
             other = self._variants[key] = object.__new__(Leaf)
             vars(other).update(vars(self), needs=needs, recomputes=recomputes, _stand_ins={})
             if recomputes:
-                other.saved_bytes = 0
+                other.saved_bytes, other.kept = 0, frozenset(range(len(self.inputs)))
                 other.forward_bytes += self.saved_bytes
-                other.backward_bytes += self.saved_bytes
+                other.backward_bytes = self.recomputing_bytes
             if len(self._variants) > 1:
                 other.give_name(self.names)
         return self._variants[key]

@@ -142,13 +142,20 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         _note(leaf, result, reads_data=not is_fake)
         outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
         leaf.shares_memory = len(inputs_memory.union(outputs_memory)) < len(inputs_memory) + len(outputs_memory)
-        leaf.saved_bytes, leaf.flops = sum(saved.values()), dict(recorder.flops)
-        leaf.forward_bytes = max(recorder.peak_bytes - leaf.saved_bytes, 0)
+        storages = [StorageWeakRef(t.untyped_storage()) for t in given_inputs]
+        del given_inputs
+        keeps = [*(not storage.expired() for storage in storages), *(key in saved for key in outputs_memory)]
+        leaf.kept = frozenset(number for number, is_kept in enumerate(keeps) if is_kept)
+        leaf.saved_bytes = sum(nbytes for key, nbytes in saved.items() if key not in outputs_memory)
+        leaf.flops = dict(recorder.flops)
+        forward_peak = recorder.peak_bytes
+        leaf.forward_bytes = max(forward_peak - leaf.saved_bytes, 0)
         if is_fake:
             leaf.backward_bytes = _observe_backward(result, recorder) - leaf.saved_bytes
         else:  # an upper bound, because the run itself would take it
-            nbytes = sum(t.nbytes for t in (*given_inputs, *parameters))
+            nbytes = sum(t.nbytes for t in (*inputs, *parameters))
             leaf.backward_bytes = leaf.forward_bytes + leaf.saved_bytes + nbytes
+        leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -161,6 +168,8 @@ def _observe_backward(result: Any, recorder: Recorder) -> int:
     storages = {StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
     outputs = [t for t in outputs if t.requires_grad]
     gradients = list(map(torch.empty_like, outputs))
+    # Views of these need no memory.
+    recorder.inputs.update((StorageWeakRef(t.untyped_storage()), frozenset()) for t in gradients)
     recorder.peak_bytes = 0
     try:
         with recorder:

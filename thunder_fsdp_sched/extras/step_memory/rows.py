@@ -131,7 +131,8 @@ def _observed(bsym: BoundSymbol, strides: Strides) -> Costs:
     if leaf is not None:
         flops = leaf.flops_of(bsym.sym.name)
         for state in [out for out in defined_by(bsym) if not isinstance(out, TensorProxy)]:  # its autograd graph
-            views[state.name] = facts.aliases.get(state.name, ())
+            inputs_and_outputs = (*bsym.args[1 : 1 + len(leaf.inputs)], *bsym.flat_proxy_outs)
+            views[state.name] = tuple(inputs_and_outputs[number].name for number in sorted(leaf.kept))
             memory.append(Allocation(state.name, leaf.saved_bytes, leaf.outputs[0].device.type, kind="values"))
         temporary = leaf.bytes_of(bsym.sym.name) - sum(
             nbytes_of(out) for out in defined_by(bsym) if isinstance(out, TensorProxy)
