@@ -145,7 +145,9 @@ def _next_of_generator(generator: WrappedValue) -> Any:
 def next_item(_: Any, args: tuple[WrappedValue, ...], kwargs: Any) -> Callable[..., Any] | None:
     """Choose what takes the next item of one of these iterators; ``None`` for others."""
     iterator = args[0]
-    if is_interpreted_generator(iterator.value) and iterator.provenance.inst is PseudoInst.CONSTANT:  # the program made it
+    if (
+        is_interpreted_generator(iterator.value) and iterator.provenance.inst is PseudoInst.CONSTANT
+    ):  # the program made it
         return _next_of_generator
     return {_Iterator: _next, _ViewIterator: _next_of_view}.get(type(iterator.value))
 
