@@ -6,12 +6,14 @@ import copy
 import re
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.extras.training.lazy_parameter import LazyParameter
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -25,6 +27,7 @@ from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 
 def calling_block(width: int) -> nn.Module:
@@ -150,6 +153,61 @@ def test_at_most_one_block_and_the_root_bucket_are_unsharded() -> None:
         assert alive[0] == sizes["embedding"]
 
 
+OUTSIDE_OF_ITS_MODULE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda self, x: nn.functional.linear(x, self.embedding.weight),
+    "matmul": lambda self, x: x @ self.embedding.weight.T,
+    "data": lambda self, x: torch.mm(x[0], self.embedding.weight.data.t()),
+    "conv1d": lambda self, x: nn.functional.conv1d(x.mT, self.embedding.weight[:, :, None]),
+    "embedding": lambda self, x: x + nn.functional.embedding(x.argmax(-1), self.first.weight),
+    "frozen": lambda self, x: x * self.first.bias,
+    "transposed": lambda self, x: nn.functional.linear(x, self.second.weight, self.second.bias),
+    "its forward": lambda self, x: self.second.forward(self.first.forward(x)),
+    "device": lambda self, x: x @ torch.ones(16, 16, device=self.second.weight.device),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"bucketing_strategy": "layer", "sharding_strategy": "zero2"}])
+@on_ranks(2)
+def test_a_parameter_may_be_used_outside_of_its_module(options: dict[str, Any]) -> None:
+    """On a CPU, some of these operators accept a meta tensor, and return memory that nobody has written."""
+    for name, use in OUTSIDE_OF_ITS_MODULE.items():
+        layers = {"embedding": nn.Embedding(23, 16), "first": nn.Linear(16, 16), "second": nn.Linear(16, 16)}
+        plain = Calling(lambda self, x: self.use(self, self.first(self.embedding(x))), **layers, use=use)
+        plain.first.bias.requires_grad_(False)
+        plain.second.weight = nn.Parameter(plain.second.weight.detach().T)
+        model = thunder.jit(copy.deepcopy(plain), transforms=[fsdp(**options)])
+        tokens = torch.arange(6).view(2, 3)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), tfs.eager(model) as module:
+                for _ in range(2):
+                    assert torch.equal(module(tokens), plain(tokens)), name
+
+
+@on_ranks(2)
+def test_a_bucket_stays_from_the_first_use_outside_of_its_module(rank: int) -> None:
+    model = thunder.jit(LM().eval(), transforms=[fsdp()])
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with mock.patch.object(Flat, "all_gather", autospec=True, side_effect=Flat.all_gather) as gather:
+        with tfs.eager(model) as module:
+            head = module.head.weight
+            assert head.shape == (23, 16) and head.device.type == "cpu" and head.requires_grad
+            assert isinstance(module.state_dict()["head.weight"], DTensor) and "LazyParameter" in str(head)
+            assert not gather.called
+            with torch.enable_grad(), pytest.raises(RuntimeError, check=coded("step.gradients-inside-eager")):
+                head.norm()
+            for _ in range(2):
+                head.norm()
+                module.head(torch.zeros(1, 16))
+                assert torch.equal(head, module.head.weight)
+            assert [call.args[1].spec.name for call in gather.call_args_list] == ["head"]
+        with pytest.raises(RuntimeError, check=coded("step.parameter-used-after-eager", "head.weight")):
+            head.norm()
+        with pytest.raises(tfs.ScheduleDisagreement, check=coded("ranks.actions-differ")), tfs.eager(model) as module:
+            if rank:
+                module.head.weight.norm()
+            module.embedding(tokens)
+
+
 @on_ranks(2)
 def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> None:
     model = thunder.jit(LM().eval(), transforms=[fsdp()])
@@ -167,7 +225,7 @@ def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> No
         module.fail = True
         with pytest.raises(ArithmeticError):
             module(tokens)
-        assert all(p.is_meta for p in module.parameters())
+        assert all(isinstance(p, LazyParameter) for p in module.parameters())
         module.fail = False
         assert torch.equal(module(tokens), expected)
     with pytest.raises(ArithmeticError), tfs.eager(model, reshard_after_forward=False) as module:

@@ -13,6 +13,10 @@ reader, hooks do not.
 depends on them (``as_strided``). A parameter that was not contiguous is copied after its gather.
 
 *No prefetch.* Hooks do not know which module is called next.
+
+A module may also use a parameter that it does not own: the weight of the embedding as that of the head. No hook knows of
+that, so a parameter that is not gathered is a :class:`LazyParameter`, which is gathered when an operator reads it. No hook
+knows the last such use, either, so its bucket then stays unsharded until the end.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from ...runtime.ops import all_gather, wait_params
 from ...sharding.casts import attach_casts
 from ...sharding.module_parameters import Entry
 from ...sharding.sharded_module import find_jitted
+from .lazy_parameter import LazyParameter
 
 
 @contextlib.contextmanager
@@ -43,13 +48,13 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
 
     A module's parameters are unsharded while it runs and freed right after, so one bucket (a block) is unsharded at a
     time. A bucket whose parameters only the root module contains, such as an embedding that is also the head's weight,
-    stays unsharded until the end. Dtypes are those of the compiled model. Each gather reads the current shards. Buffers
-    are those of the model, so running statistics are updated; writes to a parameter are lost. Other transforms of the
-    model have no effect here.
+    stays unsharded until the end. So does a bucket once a parameter of it is used while its module is not called, as in
+    ``F.linear(x, self.embedding.weight)``. Dtypes are those of the compiled model. Each gather reads the current shards.
+    Buffers are those of the model, so running statistics are updated; writes to a parameter are lost. Other transforms of
+    the model have no effect here.
 
     All ranks must call the module the same number of times: a rank whose sequences have finished keeps calling until
-    the slowest rank is done. This is checked before each gather and at the end. Call modules, not their ``forward``. A
-    parameter that a module other than its own uses is on the meta device then, unless both are in one block.
+    the slowest rank is done. This is checked before each gather and at the end.
 
     Cost, on any number of ranks: an exchange at the end, and for each call of a block a round of agreement and a gather of
     its bucket. So a rank receives the model once for each call of it.
@@ -63,7 +68,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         RuntimeError: the call is inside another ``eager`` of the same model; ``model`` itself was called inside, or the
-            module was called with gradients enabled; a collective failed.
+            module was called, or a parameter used, with gradients enabled; a parameter is used after the end; a collective
+            failed.
         ScheduleDisagreement: ranks gather different buckets, or a different number of times.
     """
     model, sharded = find_jitted(model)
@@ -86,7 +92,9 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         params.replace_shards(params.placeholders)
         undo.callback(params.replace_placeholders)
         undo.callback(params.objects.replaced)  # the jitted model has the buffers that forward replaces: a cache
-        undo.callback(_reshard, unsharded, finally_=True)
+        for one in unsharded:
+            one.free()
+            undo.callback(one.end)
         _unshard(stay)
         hooks = attach_casts(module, sharded.mp_policy)
         hooks.append(module.register_forward_pre_hook(_refuse_gradients, prepend=True))
@@ -107,17 +115,20 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
 
 
 class _Unsharded:
-    """The parameters of one bucket in the module: unsharded while in use, otherwise on the meta device.
+    """The parameters of one bucket in the module: unsharded while in use, otherwise without memory.
 
     Attributes:
-        innermost: the innermost module that is called whenever one of the parameters is used.
-        users: number of running calls of it; a block may call itself.
+        innermost: the innermost module that is called whenever a parameter is used by its owner.
+        users: number of running calls of it, and one once a parameter has been used outside of them.
         gathers: number of gathers of the bucket so far.
     """
 
     def __init__(self, module: nn.Module, bucket: Bucket, entries: Sequence[Entry]) -> None:
         self.bucket, self.entries = bucket, entries
         self.users = self.gathers = 0
+        self.has_ended = False
+        self.params: list[nn.Parameter] = []
+        self.lazy = {entry.index: self._lazy(entry) for entry in entries}
         names = {name for param in bucket.spec.params for name in param.names}
         if created := names - {entry.name for entry in entries}:
             raise coded_error(RuntimeError, "module.parameter-of-another-transform", name=min(created))
@@ -132,18 +143,37 @@ class _Unsharded:
 
     def fill(self, flight: InFlight) -> None:
         assert flight.slot is not None
-        params = [
+        self.params = [
             nn.Parameter(in_former_place(whole, param.strided), param.requires_grad)
             for whole, param in zip(wait_params(self.bucket, flight), self.bucket.spec.params, strict=True)
         ]
         self.bucket.source.finish_copy()
         flight.slot.arena.release()
         for entry in self.entries:
-            entry.owner._parameters[entry.leaf] = params[entry.index]
+            entry.owner._parameters[entry.leaf] = self.params[entry.index]
 
     def free(self) -> None:
+        self.params = []
         for entry in self.entries:
-            entry.owner._parameters[entry.leaf] = entry.placeholder
+            entry.owner._parameters[entry.leaf] = self.lazy[entry.index]
+
+    def end(self) -> None:
+        self.has_ended = True
+        self.free()
+
+    def _lazy(self, entry: Entry) -> LazyParameter:
+        spec, placeholder = self.bucket.spec, entry.placeholder
+        like = in_former_place(placeholder.detach(), spec.params[entry.index].strided)
+        return LazyParameter(like, spec.device, placeholder.requires_grad, partial(self._read, entry))
+
+    def _read(self, entry: Entry) -> torch.Tensor:
+        """Return a parameter for an operator that may run while no module is called that gathers it."""
+        if self.has_ended:
+            raise coded_error(RuntimeError, "step.parameter-used-after-eager", name=entry.name)
+        _refuse_gradients()
+        if not self.params:
+            _unshard([self])
+        return self.params[entry.index]
 
 
 def in_former_place(whole: torch.Tensor, strided: StridedView | None) -> torch.Tensor:
@@ -175,7 +205,7 @@ def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:
 
 
 def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
-    wanted = [one for one in members if not one.users]
+    wanted = [one for one in members if not one.params]
     for one in members:
         one.users += 1  # increment first: the post-forward hook runs even if gathering fails
     _refuse_gradients()
@@ -189,9 +219,9 @@ def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
         one.fill(flight)
 
 
-def _reshard(members: Sequence[_Unsharded], *_: Any, finally_: bool = False) -> None:
+def _reshard(members: Sequence[_Unsharded], *_: Any) -> None:
     for one in members:
-        one.users = 0 if finally_ else max(one.users - 1, 0)
+        one.users = max(one.users - 1, 0)
         if not one.users:
             one.free()
 
