@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import Init
 
 import pytest
 import torch
@@ -61,6 +61,12 @@ def _counting(part: Any, x: torch.Tensor) -> torch.Tensor:
     return F.dropout(part.linear(x), 0.5)
 
 
+def _counting_data(part: Any, x: torch.Tensor) -> torch.Tensor:
+    part.calls.data.add_(1)
+    part.calls.data = part.calls.data * 2
+    return part.linear(x) * part.calls
+
+
 def _shift(part: Any, x: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
     return part.linear(x) + shift
 
@@ -82,6 +88,7 @@ RIGHT: dict[str, Case] = {
     "one of two is read": (_two, lambda model, x: model.last(model.part(x)[0])),
     "one of two is in the loss": (_two, lambda model, x: model.part(x)),
     "nothing is read": (_counting, lambda model, x: (model.part(x), F.dropout(model.last(x), 0.5))[1]),
+    "data of a buffer": (_counting_data, lambda model, x: model.last(model.part(x))),
     "calls that differ": (
         _shift,
         lambda model, x: model.part(x.detach()) + model.part(x) + model.part(x, 2.0) + model.part(x[:1]),
@@ -137,10 +144,22 @@ def _keep(part: Any, x: torch.Tensor) -> torch.Tensor:
     return part.linear(x)
 
 
-def _write(part: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        part.linear.weight.mul_(0.5)
-    return part.linear(x)
+@torch.no_grad()
+def _scale(weight: torch.Tensor) -> None:
+    weight.mul_(0.5)
+
+
+def _assign(weight: torch.Tensor) -> None:
+    weight.data = weight.data * 0.5
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "without gradients": _scale,
+    "through detach": lambda weight: weight.detach().mul_(0.5),
+    "through data": lambda weight: weight.data.mul_(0.5),
+    "through data of a part": lambda weight: weight.data[0].index_add_(0, torch.tensor([1]), weight.data[1, :1]),
+    "to data": _assign,
+}
 
 
 def _communicate(part: Any, x: torch.Tensor) -> torch.Tensor:
@@ -200,13 +219,18 @@ ERRORS: dict[str, tuple[Case, type[Exception], coded | says]] = {
         RuntimeError,
         coded("leaf.parameter-kept", "'part' (Part)", "'linear.weight'"),
     ),
-    "writes a parameter": (
-        (_write, _through),
-        RuntimeError,
+    "writes a view of a parameter through data": (
+        (lambda part, x: (part.linear.weight.t()[1:].data.clamp_(0), part.linear(x))[1], _through),
+        NotImplementedError,
         coded("leaf.parameter-changed-in-place", "linear.weight"),
     ),
     "writes its input": (
         (lambda part, x: part.linear(x.mul_(2)), _through),
+        NotImplementedError,
+        coded("leaf.changes-input-in-place", "input 0"),
+    ),
+    "writes its input through data": (
+        (lambda part, x: part.linear(x) + x.data.mul_(2), _through),
         NotImplementedError,
         coded("leaf.changes-input-in-place", "input 0"),
     ),
@@ -250,6 +274,46 @@ def test_a_pattern_that_is_not_that_of_a_leaf_is_an_error(name: str) -> None:
     pattern, error, expected = PATTERNS[name]
     with pytest.raises(error, check=expected):
         Beside(Model(lambda part, x: part.linear(x), _through), leaf_modules=[pattern]).model(torch.ones(2, SIZE))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_parameter_is_an_error_in_each_call_that_makes_one(name: str, later: bool, frozen: bool) -> None:
+    def part(part: Any, x: torch.Tensor) -> torch.Tensor:
+        if part.scale or not later:
+            WRITES[name](part.linear.weight)
+        return part.linear(x)
+
+    model = _beside((part, _through)).model
+    model._model.part.linear.weight.requires_grad_(not frozen)
+    for enabled in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with enabled():
+            model._model.part.scale = 0.0
+            if later:
+                model(X)
+                model._model.part.scale = 1.0
+            with pytest.raises(RuntimeError, check=coded("leaf.parameter-changed-in-place", "linear.weight")):
+                model(X)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_an_ignored_parameter_may_be_written(name: str) -> None:
+    def part(part: Any, x: torch.Tensor) -> torch.Tensor:
+        WRITES[name](part.other.weight)
+        return part.linear(x) + part.other(x).detach()
+
+    both = _beside((part, _through), init=Init(ignored_params=["part.other.weight"]))
+    for _ in range(2):
+        torch.testing.assert_close(both.model(X), both.module(X))
+        torch.testing.assert_close(both.model.get_parameter("part.other.weight"), both.module.part.other.weight)
+
+
+def test_a_module_that_writes_a_parameter_does_not_become_a_leaf() -> None:
+    case = lambda part, x: part.linear(x) + WRITES["through data"](part.linear.weight).sum(), _through
+    with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "data")) as raised:
+        Beside(Model(*case).double()).model(X)
+    assert any("changes parameter 'linear.weight' in place" in note for note in raised.value.__notes__)
 
 
 def test_a_gradient_that_was_not_there_when_a_leaf_was_observed_is_an_error() -> None:

@@ -31,7 +31,7 @@ from ...capture.paths import FUNCTION, Path
 from ...errors import coded_error
 from ...runtime.traced_inputs import value_at
 from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested
-from .observe import Communicates, is_plain, observe, run_once
+from .observe import LeafError, is_plain, observe, run_once
 from .stale import read_before_written
 from .symbols import call
 
@@ -100,7 +100,7 @@ def note_obstacle(
         observe(leaf, None, examples)
         if not isinstance(error, NotImplementedError):  # perhaps the program's own, which fake tensors may not show
             run_once(leaf, examples)
-    except Communicates as reason:
+    except LeafError as reason:
         getattr(error, "add_note", warnings.warn)(str(reason))  # Python 3.10 has no notes
         return
     except Exception:  # of any code that the module runs

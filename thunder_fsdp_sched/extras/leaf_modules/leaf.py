@@ -81,6 +81,7 @@ class Leaf:
         autocasts: arguments of ``torch.autocast``, the outermost first.
 
     Attributes:
+        sharded: the numbers of its sharded parameters, whose memory is gathered for one run. The others are ignored ones.
         name: in traces.
         traced_name: the one in the computation before ``prepare_leaves``.
         names: those of all calls in traces.
@@ -124,6 +125,7 @@ class Leaf:
         self.kept = frozenset(range(len(self.inputs)))
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._variants: dict[Any, Leaf] = {}
+        self.sharded = {number for owner, key, number in entries if owner.get_parameter(key).is_meta}  # placeholders
         own = {id(entry.owner._parameters[entry.key]) for entry in entries}
         self._is_in_containers = any(
             id(tensor) in own for module in self.modules for _, tensor in tensors_in_containers(module)

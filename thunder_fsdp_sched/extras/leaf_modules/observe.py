@@ -27,10 +27,6 @@ class LeafError(NotImplementedError):
     """The leaf does what the schedule cannot allow."""
 
 
-class Communicates(LeafError):
-    """The leaf runs a collective, in which the other ranks do not take part now."""
-
-
 class _WithoutCommunication(TorchDispatchMode):
     """Refuses collectives, of whichever interface of torch."""
 
@@ -41,7 +37,7 @@ class _WithoutCommunication(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"):
             raise coded_error(
-                Communicates, "leaf.communicates", title=self._leaf.title, operator=func.name(), path=self._leaf.path
+                LeafError, "leaf.communicates", title=self._leaf.title, operator=func.name(), path=self._leaf.path
             )
         return func(*args, **(kwargs or {}))
 
@@ -135,10 +131,13 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
 
         recorder = Recorder([*given_inputs, *parameters])
         with saved_tensors_hooks(count, lambda tensor: tensor), recorder:
-            versions = [t._version for t in given_inputs]
             result = leaf.call(given_inputs, parameters)
-            if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
-                raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=changed[0])
+        for number in sorted(recorder.writes):  # through any alias, also one with a version of its own (`.data`)
+            if number < len(given_inputs):
+                raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=number)
+            if (parameter := number - len(given_inputs)) in leaf.sharded:
+                name = leaf.name_of(parameter)
+                raise coded_error(LeafError, "leaf.parameter-changed-in-place", title=leaf.title, name=name)
         _note(leaf, result, reads_data=not is_fake)
         outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
         leaf.shares_memory = len(inputs_memory.union(outputs_memory)) < len(inputs_memory) + len(outputs_memory)

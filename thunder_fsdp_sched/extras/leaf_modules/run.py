@@ -13,6 +13,9 @@ Between the two, the slots of the parameters hold other buckets. So the graph mu
   those of the stand-ins.
 - Each parameter gets a storage of its own for one run. If it still exists after forward, something else keeps it: an
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
+
+A write to a parameter would be lost with the slot. Its version tells, so nothing may write past it: ``.data`` of a parameter
+shares its version (:class:`_Whole`), and a run in inference mode gets parameters that have one.
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ class _Bind(torch.autograd.Function):
         if not ctx.packing.runs_backward:
             ctx.packing.fail_outside()
         return None, None, *grads
+
+
+class _Whole(torch.nn.Parameter):
+    """An unsharded parameter. Writes through ``.data`` change its version, too."""
+
+    data = property(torch.Tensor.detach, lambda self, value: self.detach().copy_(value))
 
 
 class _Place(NamedTuple):
@@ -143,7 +152,10 @@ def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    return _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
+    with torch.inference_mode(False):
+        whole = _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
+    whole.__class__ = _Whole
+    return whole
 
 
 class _LeafCall:
@@ -156,7 +168,7 @@ class _LeafCall:
         self.versions = [None if t.is_inference() else t._version for t in self.given]
         storages = list(map(_storage_of, tensors[count:]))
         self.parameters = list(map(_with_storage, tensors[count:], storages))
-        self.first_version = [p._version if not p.is_inference() else None for p in self.parameters]
+        self.first_version = [p._version for p in self.parameters]
         self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
         self.alive = list(map(StorageWeakRef, storages))
 
@@ -176,13 +188,9 @@ class _LeafCall:
         for number, (tensor, version) in enumerate(zip(self.given, self.versions, strict=True)):
             if version is not None and tensor._version != version:
                 leaf.fail("leaf.changes-input-in-place", number=number)
-        changed = [
-            i
-            for i, (p, v) in enumerate(zip(self.parameters, self.first_version, strict=True))
-            if v is not None and p._version != v
-        ]
-        if changed:
-            leaf.fail("leaf.parameter-changed-in-place", name=leaf.name_of(changed[0]))
+        for number, (parameter, version) in enumerate(zip(self.parameters, self.first_version, strict=True)):
+            if number in leaf.sharded and parameter._version != version:
+                leaf.fail("leaf.parameter-changed-in-place", name=leaf.name_of(number))
         self.parameters.clear()
 
     def check_freed(self) -> None:
@@ -223,7 +231,7 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
         for i, tensor in zip(numbers, bound, strict=True):
             given[i] = tensor
             if i >= count:
-                tensor._is_param = True
+                tensor.__class__ = _Whole
         binding = bound[0].grad_fn
         del bound, tensor
         packing.memory = one.parameters  # for torch.autograd.grad in forward
