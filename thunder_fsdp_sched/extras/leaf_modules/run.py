@@ -14,8 +14,8 @@ Between the two, the slots of the parameters hold other buckets. So the graph mu
 - Each parameter gets a storage of its own for one run. If it still exists after forward, something else keeps it: an
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
 
-A write to a parameter would be lost with the slot. Its version tells, so nothing may write past it: ``.data`` of a parameter
-shares its version (:class:`_Whole`), and a run in inference mode gets parameters that have one.
+A write to a parameter would be lost with the slot. Its version shows it: ``.data`` shares the version of a parameter
+(:class:`_Whole`), and a parameter has one in inference mode, too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Bind(torch.autograd.Function):
 class _Whole(torch.nn.Parameter):
     """An unsharded parameter. Writes through ``.data`` change its version, too."""
 
-    data = property(torch.Tensor.detach, lambda self, value: self.detach().copy_(value))
+    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 class _Place(NamedTuple):
@@ -154,8 +154,12 @@ def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
 def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     with torch.inference_mode(False):
         whole = _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
-    whole.__class__ = _Whole
-    return whole
+    return _of_type(_Whole, whole)
+
+
+def _of_type(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    tensor.__class__ = kind
+    return tensor
 
 
 class _LeafCall:
@@ -181,6 +185,12 @@ class _LeafCall:
             t.detach().clone() if t.numel() and (may_share or t.untyped_storage().data_ptr() in known) else t.detach()
             for t in results
         ]
+
+    def check_memory(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Check that no parameter has other memory than before (``weight.data = other``), which would be lost."""
+        for number, (parameter, own) in enumerate(zip(parameters, self.alive, strict=True)):
+            if StorageWeakRef(parameter.untyped_storage()) != own:
+                self.leaf.fail("leaf.parameter-changed-in-place", name=self.leaf.name_of(number))
 
     def check(self) -> None:
         """Check that nothing was changed in place or is kept that the schedule knows nothing of."""
@@ -211,8 +221,9 @@ def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with torch.set_grad_enabled(any(leaf.needs)):
         given = [*one.given, *one.parameters]
         for number in (number for number, is_needed in enumerate(leaf.needs) if is_needed):
-            given[number] = given[number].detach().requires_grad_()
+            given[number] = _of_type(type(given[number]), given[number].detach().requires_grad_())
         outputs = one.outputs(leaf.tensors_in(leaf.call(given[: len(one.given)], given[len(one.given) :])))
+        one.check_memory(given[len(one.given) :])
         del given
     one.check()
     one.check_freed()
@@ -229,14 +240,13 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
         numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
         bound = _Bind.apply(packing, [given[i] for i in numbers], *map(leaf.stand_in, numbers))
         for i, tensor in zip(numbers, bound, strict=True):
-            given[i] = tensor
-            if i >= count:
-                tensor.__class__ = _Whole
+            given[i] = _of_type(type(given[i]), tensor)
         binding = bound[0].grad_fn
         del bound, tensor
         packing.memory = one.parameters  # for torch.autograd.grad in forward
         results = leaf.tensors_in(leaf.call(given[:count], given[count:]))
         packing.memory = []
+        one.check_memory(given[count:])
         hooked = [i for i, tensor in enumerate(given[count:]) if any(hooks_of(tensor))]
         state.edges = [get_gradient_edge(t) if t.requires_grad else None for t in results]
         outputs = one.outputs(results)
