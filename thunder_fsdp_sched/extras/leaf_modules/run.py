@@ -15,7 +15,7 @@ Between the two, the slots of the parameters hold other buckets. So the graph mu
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
 
 A write to a parameter would be lost with the slot. Its version shows it: ``.data`` shares the version of a parameter
-(:class:`_Whole`), and a parameter has one in inference mode, too.
+(:class:`_GivenParameter`), and a parameter has one in inference mode, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Bind(torch.autograd.Function):
         return None, None, *grads
 
 
-class _Whole(torch.nn.Parameter):
+class _GivenParameter(torch.nn.Parameter):
     """An unsharded parameter. Writes through ``.data`` change its version, too."""
 
     data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
 def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     with torch.inference_mode(False):
         whole = _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
-    return _of_type(_Whole, whole)
+    return _of_type(_GivenParameter, whole)
 
 
 def _of_type(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
