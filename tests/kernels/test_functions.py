@@ -138,6 +138,25 @@ def test_a_function_that_is_kept_whole_returns_torchs_numbers(name: str) -> None
                 assert kernel in kernels_of(jitted)
 
 
+def test_what_torch_checks_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="singular"):
+        thunder.jit(lambda a: torch.linalg.inv(a), executors=EXECUTORS)(torch.zeros(3, 3, requires_grad=True))
+
+
+def test_gradients_under_autocast_are_thunders_own() -> None:
+    a, w = tensor(4, 4, dtype=F32).requires_grad_(), tensor(4, 4, dtype=F32, seed=1).requires_grad_()
+    jitted = thunder.jit(lambda a, w: a + torch.mm(a + torch.mm(a, w), w), executors=EXECUTORS)
+    with torch.autocast("cpu", BF16):
+        result = jitted(a, w)
+    result.sum().backward()
+    assert a.grad is not None and w.grad is not None and not kernels_of(jitted)
+
+
+def test_a_result_whose_gradients_are_undefined_requires_one() -> None:
+    jitted = thunder.jit(lambda a: torch.linalg.vector_norm(a, 0), executors=EXECUTORS)
+    assert jitted(torch.ones(3, requires_grad=True)).requires_grad
+
+
 OPERANDS: dict[str, tuple[Any, Any]] = {
     "bfloat16": (tensor(4, 3, dtype=BF16).abs(), tensor(4, 3, dtype=BF16, seed=1).abs()),
     "float16": (tensor(4, 3, dtype=F16).abs(), tensor(4, 3, dtype=F16, seed=1).abs()),

@@ -155,7 +155,12 @@ for _symbol in (
     _keep_whole(_symbol, by=elementwise, if_called_with=_is_of_two_bytes)
 
 
+def _is_not_autocast(args: Any, kwargs: Any) -> bool:
+    """Return whether Thunder has inferred dtypes without autocast, as operators of a trace run."""
+    return not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
 # For the gradient of these, such as `torch.addmm` or `conv_transpose2d`, Thunder runs the function again, and lets autograd
 # differentiate that: half as much compute again for the backward of a product of matrices.
 for _symbol in functions_that_run_again():
-    _keep_whole(_symbol, of_all=True, by=gradients)
+    _keep_whole(_symbol, of_all=True, by=gradients, if_called_with=_is_not_autocast)

@@ -166,8 +166,10 @@ def torch_program(
             program = _record(function, given[:count], by_name, differentiable)
     except Exception:  # torch refuses such a call, or one with fake tensors: Thunder runs it in its own way
         return None
-    if program.result in program.inputs:
-        return None
+    if program.result in program.inputs or not all(any(_values(step.results)) for step in program.steps):
+        return None  # an operator without a result checks something, and a trace would drop it
+    if any(differentiable) and all(each is None for each in program.grads):
+        return None  # autograd still lets the result require a gradient
     called = [step.operator for step in program.steps if step.operator not in _VIEWS]
     if len(called) > _MAX_OPERATORS or not all(map(_is_functional, program.steps)):
         return None
