@@ -81,16 +81,17 @@ def prologue(trace: TraceCtx, c: Context) -> TraceCtx:
 
 def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     run = Run(c)
+    # The computation takes the shards that the prologue unpacks. Autograd differentiates `fsdp_unshard` to `fsdp_reduce`.
+    trace = run(insert_unshard, trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards)
     if _recomputes(trace):  # with values that are recomputed
-        # First, because only pure operators may stay in regions that are recomputed.
+        # Only pure operators may stay in regions that are recomputed. Whether one is pure is observed with whole parameters:
+        # with their rows on this rank it may fail.
         trace = run(draw_once, trace)
     if any(IN_CHECKPOINT in b.tags for b in trace.bound_symbols):  # in regions of `torch.utils.checkpoint`
         from .mends.recompute_whole_regions import recompute_whole_regions
 
         # Before autograd, which reads the tags of what is recomputed.
         trace = run(recompute_whole_regions, trace)
-    # The computation takes the shards that the prologue unpacks. Autograd differentiates `fsdp_unshard` to `fsdp_reduce`.
-    trace = run(insert_unshard, trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards)
     if _has(trace, "fsdp_leaf"):  # with leaf modules
         # Inputs of leaves that are views of parameters are cloned. Autograd asks the leaves' rule for what needs a gradient.
         trace = run(load("extras.leaf_modules.symbols:prepare_leaves"), trace)

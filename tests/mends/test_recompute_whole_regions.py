@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import Debug, fsdp
+from thunder_fsdp_sched import Debug, fsdp, testing
 
 import pytest
 import thunder
@@ -113,3 +113,15 @@ def test_nested_regions_and_layers_outside_of_them(differentiate_once: bool, fak
     [compiled] = transform.compiled
     gelus = [[b.sym.name for b in trace.bound_symbols].count("torch_gelu") for trace in compiled.traces]
     assert gelus == [4, 1]
+
+
+def test_an_operator_that_is_observed_is_recomputed_on_all_ranks() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        layer = self.linear
+        return checkpoint(lambda x: torch.tanh(torch.addmm(layer.bias, x, layer.weight)), x, use_reentrant=False) * x
+
+    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return Calling(forward, linear=nn.Linear(5, 5)), (torch.ones(3, 5),)
+
+    for traces in testing.compile_on_fake_ranks(make, 2, ranks=(0, 1)):  # with three and two of the rows
+        assert "addmm" in str(traces.backward)

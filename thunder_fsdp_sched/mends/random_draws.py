@@ -34,9 +34,9 @@ from ..ir.registry import executor
 def draw_once(trace: TraceCtx) -> TraceCtx:
     """Keep operators that may draw random numbers, or are not pure otherwise, out of recomputation.
 
-    Runs first on the computation that Thunder has traced, before ``insert_unshard`` and before it is differentiated. Does
-    nothing outside of ``torch.utils.checkpoint``. It changes the tags by which Thunder knows what to recompute, so the
-    sample that forward has drawn is saved for backward; see [Note: One sample].
+    Runs on the computation after ``insert_unshard``, and before it is differentiated. Does nothing outside of
+    ``torch.utils.checkpoint``. It changes the tags by which Thunder knows what to recompute, so the sample that forward has
+    drawn is saved for backward; see [Note: One sample].
     """
     found = [bsym for bsym in trace.bound_symbols if _is_recomputed(bsym) and not is_pure(bsym)]
     if not found:
