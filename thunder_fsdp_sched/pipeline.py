@@ -84,8 +84,8 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     # The computation takes the shards that the prologue unpacks. Autograd differentiates `fsdp_unshard` to `fsdp_reduce`.
     trace = run(insert_unshard, trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards)
     if _recomputes(trace):  # with values that are recomputed
-        # Only pure operators may stay in regions that are recomputed. Whether one is pure is observed with whole parameters:
-        # with their rows on this rank it may fail.
+        # Only pure operators may stay in regions that are recomputed. With the rows of a parameter in place of all of it, an
+        # operator could not be observed.
         trace = run(draw_once, trace)
     if any(IN_CHECKPOINT in b.tags for b in trace.bound_symbols):  # in regions of `torch.utils.checkpoint`
         from .mends.recompute_whole_regions import recompute_whole_regions

@@ -162,5 +162,8 @@ def _is_not_autocast(args: Any, kwargs: Any) -> bool:
 
 # For the gradient of these, such as `torch.addmm` or `conv_transpose2d`, Thunder runs the function again, and lets autograd
 # differentiate that: half as much compute again for the backward of a product of matrices.
+# Torch tells too few bytes for what an `embedding_bag` returns.
 for _symbol in functions_that_run_again():
+    if _symbol.name == "embedding_bag":
+        continue
     _keep_whole(_symbol, of_all=True, by=gradients, if_called_with=_is_not_autocast)

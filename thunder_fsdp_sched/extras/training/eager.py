@@ -163,7 +163,8 @@ class _Unsharded:
 
     def _lazy(self, entry: Entry) -> LazyParameter:
         spec, placeholder = self.bucket.spec, entry.placeholder
-        like = in_former_place(placeholder.detach(), spec.params[entry.index].strided)
+        whole = torch.empty(placeholder.shape, dtype=placeholder.dtype, device="meta")
+        like = in_former_place(whole, spec.params[entry.index].strided)
         return LazyParameter(like, spec.device, placeholder.requires_grad, partial(self._read, entry))
 
     def _read(self, entry: Entry) -> torch.Tensor:
