@@ -178,7 +178,7 @@ _STREAMS = {"A": Stream(0, 1), "B": Stream(0, 2), "C": Stream(1, 1), "H": HOST}
 
 
 def _log(text: str, rank: int = 0) -> Log:
-    """Return a log of steps ``stream kind what``; what is read and written is storage ``x``, or one of its halves."""
+    """Return a log of steps, each written ``stream kind what``. A step reads or writes storage ``x``, or one half of it."""
     log = Log(rank, members={"left": (0, 1), "right": (0, 1)})
     for step in text.split(", "):
         stream, kind, *rest = step.split()

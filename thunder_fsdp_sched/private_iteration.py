@@ -167,4 +167,4 @@ METHODS: dict[int, Callable[..., Any]] = {
         for name, view in (("keys", _MappingKeys), ("values", _MappingValues), ("items", _MappingItems))
     },
 }
-"""What takes the place of methods, by their identity."""
+"""The functions that the interpreter calls in place of these methods, by the identity of the method."""

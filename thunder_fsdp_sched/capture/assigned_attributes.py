@@ -23,7 +23,7 @@ from .refusals import refusal
 
 _NATIVE_SET = object.__setattr__
 _STORED = (Proxy, torch.Tensor, int, float, str, bytes, tuple, NoneType, enum.Enum, torch.dtype, Device)
-"""What the epilogue stores."""
+"""The types of values that the epilogue of a trace can assign to an attribute."""
 
 
 def look_aside(function: Any, args: tuple[WrappedValue, ...], found: Any, is_of_input: bool) -> Callable[..., Any]:

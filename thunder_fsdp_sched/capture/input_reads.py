@@ -295,11 +295,9 @@ class InputReads:
         if (error := self._containers.error_of_change(function, args)) is not None:
             return do_raise(error)
         if id(function) in _ASSIGNING:
-            from .assigned_attributes import (
-                look_aside as look_aside_assigned,
-            )  # here, because most programs assign none
+            from .assigned_attributes import look_aside as assign  # here, because most programs assign none
 
-            found = look_aside_assigned(function, args, found, self._object_at(args[0].provenance) is not None)
+            found = assign(function, args, found, self._object_at(args[0].provenance) is not None)
         found = self._shapes.look_aside(function, args, found)
         if (
             callable(found)

@@ -204,23 +204,14 @@ _NAMED = {
 types: Thunder's programs do not print them."""
 
 _FUNCTIONAL = frozenset(
-    (
-        "alpha_dropout",
-        "batch_norm",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "feature_alpha_dropout",
-        "gumbel_softmax",
-    )
-    + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "multi_head_attention_forward")
-    + ("instance_norm", "nll_loss", "scaled_dot_product_attention")
+    ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
+    + ("batch_norm", "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "instance_norm")
+    + ("multi_head_attention_forward", "nll_loss", "scaled_dot_product_attention")
 )
-_REPLACED = _FUNCTIONAL | {
-    *("argmin", "as_tensor", "chunk", "eye", "isfinite", "linspace", "norm", "repeat_interleave", "reshape", "tensor"),
-    "unbind",
-}
+_REPLACED = _FUNCTIONAL.union(
+    ("argmin", "as_tensor", "chunk", "eye", "isfinite", "linspace", "norm", "repeat_interleave", "reshape", "tensor"),
+    ("unbind",),
+)
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""
 
 _BUILTIN = {

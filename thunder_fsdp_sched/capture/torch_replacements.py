@@ -49,11 +49,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())
     ):
         return partial(call_interpreted, binary_cross_entropy, wrap_const(function))
-    if (
-        function in _WITH_STATISTICS
-        and len(args) + len(kwargs) > 2
-        and (instead := _of_statistics(function, args, kwargs))
-    ):
+    if function in _WITH_STATISTICS and (instead := _of_statistics(function, args, kwargs)) is not None:
         return partial(call_interpreted, instead)
     if function is F.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)

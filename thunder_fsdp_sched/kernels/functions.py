@@ -31,9 +31,8 @@ def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) ->
     if not set(defaults) <= set(executors):
         return tuple(executors)
     added = [executor] * (set(computes_on) == {"cpu"}) + [elementwise] * (not any(map(_fuses_all, executors)))
-    added.append(gradients)
     first = min(map(executors.index, defaults))
-    return (*executors[:first], *(each for each in added if each not in executors), *executors[first:])
+    return (*executors[:first], *(each for each in (*added, gradients) if each not in executors), *executors[first:])
 
 
 def _fuses_all(candidate: Executor) -> bool:
