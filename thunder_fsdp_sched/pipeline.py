@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import ProxyTag, TensorProxy
-from thunder.core.symbol import BoundSymbolTag
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
@@ -24,7 +23,7 @@ from .capture.bound_symbols import IN_CHECKPOINT
 from .errors import coded_error
 from .extensions import load
 from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS, has_complex
-from .ir.inspection import nested
+from .ir.inspection import is_recomputed, nested
 from .kernels.executor import executor as kernels
 from .mends.random_draws import draw_once, mark_draws, refuse_merged_draws, reject_resampled_random_grads
 from .passes import Context, Run
@@ -83,7 +82,7 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     run = Run(c)
     # The computation takes the shards that the prologue unpacks. Autograd differentiates `fsdp_unshard` to `fsdp_reduce`.
     trace = run(insert_unshard, trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards)
-    if _recomputes(trace):  # with values that are recomputed
+    if any(map(is_recomputed, trace.bound_symbols)):  # with values that are recomputed
         # Only pure operators may stay in regions that are recomputed. With the rows of a parameter in place of all of it, an
         # operator could not be observed.
         trace = run(draw_once, trace)
@@ -270,15 +269,6 @@ PHASES: tuple[Callable[..., TraceCtx], ...] = (
 def _has(trace: TraceCtx, *names: str) -> bool:
     """Return whether a trace has bound symbols of one of these names."""
     return any(bsym.sym.name in names for bsym in trace.bound_symbols)
-
-
-def _recomputes(trace: TraceCtx) -> bool:
-    """Return whether autograd recomputes a value, as in regions of ``torch.utils.checkpoint``."""
-    return any(
-        BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags
-        or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
-        for bsym in trace.bound_symbols
-    )
 
 
 def _has_scalars(trace: TraceCtx) -> bool:

@@ -72,7 +72,7 @@ from .sharding.refusals import explain_foreign_use
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .sharding.state_dict import install_state_dict
-from .transforms.shard_prologue import refuse_foreign_parameters, unpacked_parameters
+from .transforms.shard_prologue import parameters_among, refuse_foreign_parameters
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""
@@ -211,16 +211,9 @@ class FSDPTransform(ShardingTransform):
         if writes_in_place:
             from .mends.write_out_of_place import write_out_of_place  # here, because most programs write nothing
 
-            unpacked = unpacked_parameters(prologue_trace)
-            computation_trace, memory = write_out_of_place(
-                computation_trace,
-                original=original,
-                parameters={
-                    argument.name: unpacked[value.name]
-                    for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
-                    if unpacked.get(getattr(value, "name", "")) in self._sharded.locations  # not ignored
-                },
-            )
+            named = parameters_among(computation_trace.args, prologue_trace)
+            sharded = {arg: name for arg, name in named.items() if name in self._sharded.locations}  # not ignored
+            computation_trace, memory = write_out_of_place(computation_trace, original=original, parameters=sharded)
         compilation = self.begin_compilation(call, no_sync=no_sync)
         compilation.context.memory_of_inputs = memory
         if compiles_again and (inputs := compilation.context.inputs) is not None and not inputs.assigned:
@@ -370,12 +363,7 @@ class Compilation:
         ``transforms.differentiate`` and [Note: Modes share a joint trace] in ``capture.traced_computation``.
         """
         traces, transform = self.traces, self.transform
-        unpacked = unpacked_parameters(prologue)
-        traces.parameters = {
-            argument.name: unpacked[value.name]
-            for value, argument in zip(prologue.output[0], computation.args, strict=True)
-            if getattr(value, "name", None) in unpacked
-        }
+        traces.parameters = parameters_among(computation.args, prologue)
         self.context.computation = computation
         if self._same is None and self.options.debug.differentiate_once:
             traces.traced = fingerprint(computation, traces.parameters, transform)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import thunder
 import torch
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
+from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
 from ..private_thunder import DEFINED, NAMES_OF_ARGS
@@ -132,6 +133,13 @@ def is_statement(bsym: BoundSymbol) -> bool:
     """Return whether a bound symbol has a schedule position; see :func:`statements`."""
     name = bsym.sym.name
     return bsym.sym.id is not PrimIDs.DEL and name != "clear_mutable_collection" and name not in AGREEMENT
+
+
+def is_recomputed(bsym: BoundSymbol) -> bool:
+    """Return whether backward computes results of ``bsym`` again, as in regions of ``torch.utils.checkpoint``."""
+    return BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags or any(
+        ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs
+    )
 
 
 def with_token(wait: BoundSymbol, token: TensorProxy | None) -> BoundSymbol:
@@ -277,6 +285,18 @@ def like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
         source_filename=original.source_filename,
         source_positions=original.source_positions,
     )
+
+
+@contextmanager
+def recording(trace: TraceCtx, original: BoundSymbol) -> Iterator[list[BoundSymbol]]:
+    """Collect what is added to a trace in this context; at its end, it gets the tags and the line of ``original``."""
+    added: list[BoundSymbol] = []
+    trace.push_scope(added)
+    try:
+        yield added
+    finally:
+        trace.pop_scope()
+    added[:] = [like(original, bsym) for bsym in added]
 
 
 def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:

@@ -275,7 +275,7 @@ fsdp_detached = register(
 
 def only_in_between(*args: Any) -> None:
     """Run a symbol that no trace has when it runs."""
-    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_fusion_barrier must be removed before a trace runs")
+    raise AssertionError("a pass must replace this symbol before a trace runs")
 
 
 def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:

@@ -11,7 +11,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.gradients import requiring_gradient, with_gradient
-from ..ir.inspection import args_of, like, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, recording, swap_args, with_bound_symbols
 
 _BINARY = frozenset({
     PrimIDs.ADD, PrimIDs.ATAN2, PrimIDs.DIV, PrimIDs.FMOD, PrimIDs.MAXIMUM, PrimIDs.MINIMUM, PrimIDs.MUL, PrimIDs.NEXTAFTER,
@@ -53,16 +53,14 @@ def _broadcast(bsyms: Sequence[BoundSymbol], needing: set[str], trace: TraceCtx)
             found.append(bsym)
             continue
         if bsym.sym.id in _ELEMENTWISE and bsym.output.ndim:
-            scope: list[BoundSymbol] = []
-            trace.push_scope(scope)
             scalars = {p.name: p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy) and not p.ndim}
-            swaps: dict[str, Proxy] = {
-                name: prims.broadcast_in_dim(scalar, bsym.output.shape, ())
-                for name, scalar in scalars.items()
-                if name in needing
-            }
-            trace.pop_scope()
-            found += [like(bsym, new) for new in scope]
+            with recording(trace, bsym) as added:
+                swaps: dict[str, Proxy] = {
+                    name: prims.broadcast_in_dim(scalar, bsym.output.shape, ())
+                    for name, scalar in scalars.items()
+                    if name in needing
+                }
+            found += added
             bsym = swap_args(bsym, swaps)
         elif bsym.subsymbols:
             inner = _broadcast(bsym.subsymbols, needing, trace)

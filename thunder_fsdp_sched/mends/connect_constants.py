@@ -8,18 +8,18 @@ other way leads to a parameter, its gradient is ``None``: optimizers skip it, al
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import thunder.torch as ltorch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
 
 from ..ir.effects import Effects
 from ..ir.gradients import PIECEWISE_CONSTANT, requiring_gradient, with_gradient
-from ..ir.inspection import args_of, defined_by, like, nested, outs_of, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, defined_by, nested, outs_of, recording, swap_args, with_bound_symbols
 from ..ir.registry import executor, register
 
 _CONSTANT = frozenset({PrimIDs.CEIL, PrimIDs.FLOOR, PrimIDs.ROUND, PrimIDs.TRUNC})
@@ -30,18 +30,24 @@ def _effects(bsym: BoundSymbol) -> Effects:
     return Effects(aliases=aliases)
 
 
-fsdp_zero_gradient = register(
-    "fsdp_zero_gradient", lambda old, new: new, _effects, meta=lambda old, new: TensorProxy(like=new)
-)
+def register_value(name: str, gradient: Callable[[TensorProxy, TensorProxy], TensorProxy]) -> Symbol:
+    """Register a symbol of an old and a new tensor, which returns the new one with a gradient for the old one.
+
+    Args:
+        gradient: takes the old tensor and the gradient of the result.
+    """
+    symbol = register(name, lambda old, new: new, _effects, lambda old, new: TensorProxy(like=new))
+
+    def differentiate(old: TensorProxy, new: TensorProxy) -> TensorProxy:
+        out: TensorProxy = symbol(old, new)
+        put_grad(old, gradient(old, get_grad(out)))
+        return out
+
+    executor.register_implementation(symbol, symbol, grad_transform=differentiate)
+    return symbol
 
 
-def _zero_gradient_grad(old: TensorProxy, new: TensorProxy) -> TensorProxy:
-    out = fsdp_zero_gradient(old, new)
-    put_grad(old, ltorch.zeros_like(get_grad(out), dtype=old.dtype))
-    return out
-
-
-executor.register_implementation(fsdp_zero_gradient, fsdp_zero_gradient, grad_transform=_zero_gradient_grad)
+fsdp_zero_gradient = register_value("fsdp_zero_gradient", lambda old, grad: ltorch.zeros_like(grad, dtype=old.dtype))
 
 
 def connect_constants(trace: TraceCtx) -> TraceCtx:
@@ -73,12 +79,10 @@ def connect_constants(trace: TraceCtx) -> TraceCtx:
             connected = _connected([bsym], read)
             for result in defined_by(bsym):
                 if result.name in needing and result.name not in connected:
-                    scope: list[BoundSymbol] = []
-                    new.push_scope(scope)
-                    swaps[result.name] = functools.reduce(_connect, read.values(), result)
-                    new.pop_scope()
-                    new.bound_symbols += [like(bsym, each) for each in scope]
-                    needing.update(name for each in scope for name in outs_of(each))
+                    with recording(new, bsym) as added:
+                        swaps[result.name] = functools.reduce(_connect, read.values(), result)
+                    new.bound_symbols += added
+                    needing.update(name for each in added for name in outs_of(each))
             for constant in nested([bsym]):
                 for out in defined_by(constant):
                     if out.name in swaps or constant.sym.id in _CONSTANT:

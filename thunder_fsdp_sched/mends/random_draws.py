@@ -26,7 +26,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
 from ..errors import coded_error
-from ..ir.inspection import UNPACKING, args_of, nested, outs_of, source_of, with_bound_symbols
+from ..ir.inspection import UNPACKING, args_of, is_recomputed, nested, outs_of, source_of, with_bound_symbols
 from ..ir.operator_facts import facts_of, is_pure
 from ..ir.registry import executor
 
@@ -38,7 +38,7 @@ def draw_once(trace: TraceCtx) -> TraceCtx:
     ``torch.utils.checkpoint``. It changes the tags by which Thunder knows what to recompute, so the sample that forward has
     drawn is saved for backward; see [Note: One sample].
     """
-    found = [bsym for bsym in trace.bound_symbols if _is_recomputed(bsym) and not is_pure(bsym)]
+    found = [bsym for bsym in trace.bound_symbols if is_recomputed(bsym) and not is_pure(bsym)]
     if not found:
         return trace
     for bsym in found:
@@ -46,12 +46,6 @@ def draw_once(trace: TraceCtx) -> TraceCtx:
         for out in bsym.flat_proxy_outs:
             out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: draw once")
-
-
-def _is_recomputed(bsym: BoundSymbol) -> bool:
-    return BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags or any(
-        ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs
-    )
 
 
 def mark_draws(trace: TraceCtx) -> TraceCtx:

@@ -24,7 +24,7 @@ def recompute_whole_regions(trace: TraceCtx) -> TraceCtx:
     """Let the operators that compute the results of a ``torch.utils.checkpoint`` region be recomputed, too.
 
     Runs on the computation after ``draw_once``, which leaves out operators that are not pure, and before it is
-    differentiated. Does nothing outside of such regions. Before, where ``t9`` is recomputed and ``t10`` is a result::
+    differentiated. Before, where ``t9`` is recomputed and ``t10`` is a result::
 
         t9 = ltorch.linear(h, t_head_weight, None)
         t10 = ltorch.cross_entropy(t9, targets)
@@ -37,8 +37,6 @@ def recompute_whole_regions(trace: TraceCtx) -> TraceCtx:
 
     See [Note: Last operators of a region].
     """
-    if not any(IN_CHECKPOINT in bsym.tags for bsym in trace.bound_symbols):
-        return trace
     new = with_bound_symbols(trace, (), "fsdp: recompute whole regions")
     with tracectx(new):
         for bsym in trace.bound_symbols:

@@ -22,7 +22,7 @@ arguments that require gradients, and to an argument whose memory another one sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import thunder.torch as ltorch
@@ -34,11 +34,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
-from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import TemporaryExecutor
 
 from ..errors import coded_error
-from ..ir.effects import Effects
 from ..ir.gradients import mark_constants, with_gradient
 from ..ir.inspection import (
     args_of,
@@ -47,34 +45,17 @@ from ..ir.inspection import (
     names,
     nested,
     outs_of,
+    recording,
     return_of,
     source_of,
     swap_args,
     with_bound_symbols,
 )
 from ..ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
-from ..ir.registry import executor, register
 from ..runtime.traced_inputs import MemoryOfInputs
-from .connect_constants import fsdp_zero_gradient
+from .connect_constants import fsdp_zero_gradient, register_value
 
-
-def _with_value_effects(bsym: BoundSymbol) -> Effects:
-    aliases = {bsym.output.name: (bsym.args[1].name,)}
-    return Effects(aliases=aliases)
-
-
-fsdp_with_value = register(
-    "fsdp_with_value", lambda old, new: new, _with_value_effects, meta=lambda old, new: TensorProxy(like=new)
-)
-
-
-def _with_value_grad(old: TensorProxy, new: TensorProxy) -> TensorProxy:
-    out = fsdp_with_value(old, new)
-    put_grad(old, get_grad(out))
-    return out
-
-
-executor.register_implementation(fsdp_with_value, fsdp_with_value, grad_transform=_with_value_grad)
+fsdp_with_value = register_value("fsdp_with_value", lambda old, grad: grad)
 
 
 def write_out_of_place(
@@ -171,7 +152,9 @@ class _Rewriting:
     def _add(self, bsym: BoundSymbol) -> None:
         self._proxies.update({p.name: p for p in defined_by(bsym) if isinstance(p, TensorProxy)})
         if bsym.sym.id is PrimIDs.COPY_:
-            self._emit(bsym, lambda: self._write(bsym))
+            with recording(self._new, bsym) as added:
+                self._write(bsym)
+            self._new.bound_symbols += added
         elif bsym.sym.id is PrimIDs.UPDATE_ALIASES:
             for new, old in zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True):
                 self._note_same(new.name, old.name)
@@ -181,25 +164,15 @@ class _Rewriting:
             for sub in bsym.subsymbols:
                 self._add(like(bsym, sub))
         else:
-            read = self._emit(bsym, lambda: {name: self._value(name) for name in tensors_read(bsym)})
+            with recording(self._new, bsym) as added:
+                read = {name: self._value(name) for name in tensors_read(bsym)}
             current = swap_args(bsym, {name: value for name, value in read.items() if value.name != name})
-            self._new.bound_symbols.append(current)
+            self._new.bound_symbols += [*added, current]
             mark_constants([bsym])
             if not self._needing.isdisjoint(args_of(bsym)):
                 self._needing.update(with_gradient(bsym))
             if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
                 self._note_views(bsym)
-
-    def _emit(self, bsym: BoundSymbol, make: Callable[[], Any]) -> Any:
-        """Let ``make`` add bound symbols, which get the tags and the line of ``bsym``."""
-        scope: list[BoundSymbol] = []
-        self._new.push_scope(scope)
-        try:
-            result = make()
-        finally:
-            self._new.pop_scope()
-        self._new.bound_symbols += [like(bsym, new) for new in scope]
-        return result
 
     def _base(self, name: str) -> str:
         while name in self._views:

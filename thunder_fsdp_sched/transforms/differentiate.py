@@ -29,9 +29,9 @@ from typing import Any, Literal, NamedTuple
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace, get_tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import get_grad, put_grad
@@ -40,9 +40,10 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 
 from ..capture.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repeated_regions
 from ..ir.gradients import needing_gradient
-from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
+from ..ir.inspection import args_of, defined_by, forward_part, is_recomputed, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor, register
+from ..ir.symbols import only_in_between
 from ..private_thunder import gradient_rules_of, renamed, requiring_gradient
 from .claim_operators import claim_operators
 
@@ -100,7 +101,7 @@ def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients:
 
 
 _OWNERS = ("thunder", "thunder_fsdp_sched")
-_ONLY_ALONE = {BoundSymbolTag.RECOMPUTE_IN_BACKWARD, OpTags.IN_PLACE, OpTags.DONT_DCE}
+_ONLY_ALONE = {OpTags.IN_PLACE, OpTags.DONT_DCE}
 
 
 def _repeatable(executors: Sequence[Executor]) -> Callable[[BoundSymbol], bool]:
@@ -144,7 +145,7 @@ def _is_special(bsym: BoundSymbol) -> bool:
         not _ONLY_ALONE.isdisjoint((*bsym.tags, *(sym.tags or ())))
         or sym.id in (ltorch.checkpoint.id, PrimIDs.COPY_)
         or sym.name == "copy_"
-        or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
+        or is_recomputed(bsym)
     )
 
 
@@ -285,9 +286,5 @@ def _run_grad(call: _RegionCall, part: _Part, *inputs: Proxy) -> Any:
     return (output,)
 
 
-def _only_in_between(*args: Any) -> None:
-    raise AssertionError("calls of programs must be expanded before a trace runs")
-
-
-fsdp_run = register("fsdp_run", _only_in_between, meta=_run_meta)
+fsdp_run = register("fsdp_run", only_in_between, meta=_run_meta)
 executor.register_implementation(fsdp_run, fsdp_run, grad_transform=_run_grad)

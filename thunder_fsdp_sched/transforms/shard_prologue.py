@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ from ..runtime.traced_module import TracedModule
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
     """Return the parameter name of each proxy that the prologue unpacks, keyed by the proxy's name."""
     return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
+
+
+def parameters_among(arguments: Sequence[Any], prologue: TraceCtx) -> dict[str, str]:
+    """Return the parameter name of each argument of the computation that is a parameter, keyed by the argument's name."""
+    unpacked = unpacked_parameters(prologue)
+    pairs = zip(prologue.output[0], arguments, strict=True)
+    return {arg.name: unpacked[value.name] for value, arg in pairs if getattr(value, "name", None) in unpacked}
 
 
 def refuse_foreign_parameters(
