@@ -35,9 +35,8 @@ from unittest import mock
 import thunder_fsdp_sched
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.private_distributed import all_gather, reduce_scatter
-from thunder_fsdp_sched.ranks.compare_programs import Computation
-from thunder_fsdp_sched.ranks.control import AgreedProgram, Control
-from thunder_fsdp_sched.ranks.open_control import open_channel
+from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
+from thunder_fsdp_sched.ranks.joint_control import JointControl, open_channel
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.runtime.trace_start import TraceStart
@@ -138,7 +137,7 @@ def agree(rounds: int) -> None:
     """Measure rounds of agreement on a rank; rank 0 prints them."""
     harness.join_ranks(pin=False)  # a thread beside the host's sends and receives
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
-    control = Control(world_group, open_channel(world_group, "agreement"), "model", "the model")
+    control = JointControl(open_channel(world_group, "agreement"), world_group, "model", "the model")
     run = TraceStart(control, "forward_0", AgreedProgram(1, True, True, True), "forward", Computation(), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()

@@ -31,7 +31,7 @@ from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.proof.verify_again import verify_again
-from thunder_fsdp_sched.ranks import channel, new_groups, open_control, process_groups
+from thunder_fsdp_sched.ranks import channel, control, joint_control, new_groups, open_control, process_groups
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime import ops

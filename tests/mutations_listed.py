@@ -144,7 +144,7 @@ _BY_FILE: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     "ranks/channel.py": [
         ("H2", "self._started = self._started % 0x7FFFFFFF + 1", "self._started = 1", _AGREEMENT),
     ],
-    "ranks/control.py": [
+    "ranks/joint_control.py": [
         ("C2", 'hash64("call", self.number, what', 'hash64("call", what', _AGREEMENT),
     ],
     "runtime/ops.py": [

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from device import BACKEND, IS_CUDA, use_device
 from device_thread import backward_on
-from internals import open_control
+from internals import joint_control
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 _TIMEOUT_OF_WORLD = timedelta(minutes=5)
@@ -238,7 +238,7 @@ def _destroy_groups() -> None:
     A thread of each gloo group wakes up a hundred times a second. Without this, idle workers take a quarter of a core.
     """
     of_world = tuple(range(dist.get_world_size())), _TIMEOUT_OF_WORLD
-    control = open_control._channels.get(of_world)
+    control = joint_control._channels.get(of_world)
     usable = control is not None and control.is_open and control.pending is None
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and not (usable and group is control.group.process_group):

@@ -23,15 +23,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import private_distributed
-from thunder_fsdp_sched.ranks import all_gather, control
+from thunder_fsdp_sched.ranks import all_gather
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.messages import Action
 
 import torch
 import torch.distributed as dist
 from executor import ROUNDS, Program
-from internals import ProcessGroupRef, channel, new_groups, open_control
+from internals import ProcessGroupRef, channel, control, joint_control, open_control
 
 NEVER = timedelta(days=1000)
 
@@ -193,11 +192,11 @@ class World:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in (all_gather, channel):
             yield module, "time", clock
-        yield new_groups, "new_group", lambda ranks, parent, description, **options: self.group(description)
+        yield joint_control, "new_group", lambda ranks, parent, description, **options: self.group(description)
         yield channel, "host_backend", lambda group: Backend(self, group.number)
-        yield private_distributed, "timeout_of", lambda group: self.timeout
-        yield new_groups, "let_belong", lambda group, parent: None
-        yield open_control, "_channels", self._channels
+        yield joint_control, "timeout_of", lambda group: self.timeout
+        yield joint_control, "let_belong", lambda group, parent: None
+        yield joint_control, "_channels", self._channels
         yield open_control, "_numbers", self._numbers
         yield dist, "get_rank", lambda: self.rank
         yield dist, "broadcast_object_list", self._broadcast

@@ -17,7 +17,7 @@ compares this table with the code:
 | `ranks.process_groups` | `_planned` ranks of fake groups | kept | |
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
 | `ranks.process_groups` | `_register_exit_hook` | the first group registers the hook again | |
-| `ranks.open_control` | `_channels` | kept, and replaced: their groups are unusable | |
+| `ranks.joint_control` | `_channels` | kept, and replaced: their groups are unusable | |
 | `ranks.rounds` | `_work`: a counter | kept: it marks exceptions, which are not shared | |
 | `ranks.open_control` | `_numbers` of modules | begin at 0, as on a rank that was not forked | |
 | `ranks.control` | `_controls` | kept: of groups that are unusable | |

@@ -497,17 +497,18 @@ class Compilation:
             return
         from .ir.computation import actions_of, computation_of  # here, because one rank compares nothing
         from .ranks.compare_programs import check_program
+        from .ranks.joint_control import joint
 
         computation = computation_of(statements, trace.args, traces.call.inputs)
         what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
         guards = any(statement.effects.ensures is not None for statement in statements)
-        agreed = check_program(control, what, actions_of(statements), computation, guards=guards)
+        agreed = check_program(joint(control), what, actions_of(statements), computation, guards=guards)
         if agreed.communicates and control.agrees_in_steps:
             from .runtime.trace_start import TraceStart  # here, because one rank agrees with nobody
 
             name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
             issues = sum(statement.issue is not None for statement in statements)
-            self.context.start = TraceStart(control, name, agreed, text, computation, issues)
+            self.context.start = TraceStart(joint(control), name, agreed, text, computation, issues)
 
 
 def find_transform(model: object) -> FSDPTransform:

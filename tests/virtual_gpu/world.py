@@ -17,7 +17,7 @@ from thunder_fsdp_sched.transports import base, works
 import torch
 import torch.distributed as dist
 from device_thread import backward_on
-from internals import new_groups, open_control, shard_module
+from internals import control, joint_control, new_groups, shard_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -229,8 +229,14 @@ def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any])
     yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
     yield formats, "_compiled", lambda function, *_: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of
-    yield open_control, "open_channel", open_channel
+    yield joint_control, "open_joint_control", partial(_open_control, open_channel)
     yield new_groups, "_level_group_counts", lambda *ranks: []
+
+
+def _open_control(open_channel: Callable[[Any, str], Any], group: Any, name: str, title: str, agreement: Any) -> Any:
+    if (channel := open_channel(group, name)) is None:
+        return control.Control(group, name, title, agreement=agreement)
+    return joint_control.JointControl(channel, group, name, title, agreement=agreement)
 
 
 def _type_of(value: Any) -> type:

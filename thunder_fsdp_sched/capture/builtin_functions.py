@@ -6,10 +6,10 @@ a ``defaultdict`` adds the key, and ``in`` does not find an object that is unequ
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, make_opaque, wrap_const
@@ -31,11 +31,6 @@ def match_class(inst: Any, stack: Any) -> Any:
     return None
 
 
-def replacement(function: Any) -> Callable[..., Any]:
-    """Return what to interpret in place of a function."""
-    return _REPLACEMENTS.get(id(function), _from_keys)  # `dict.fromkeys` is another object each time
-
-
 def _match_class(subject: Any, kind: type, count: int, names: tuple[str, ...]) -> tuple[Any, ...] | None:
     if not isinstance(subject, kind):
         return None
@@ -53,20 +48,20 @@ def _match_class(subject: Any, kind: type, count: int, names: tuple[str, ...]) -
 _MATCHED_AS_A_WHOLE = (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple)
 
 
-def _map(function: Callable[..., Any], /, *iterables: Iterable[Any]) -> Iterator[Any]:
+def builtin_map(function: Callable[..., Any], /, *iterables: Iterable[Any]) -> Iterator[Any]:
     return (function(*values) for values in zip(*iterables, strict=False))
 
 
-def _filter(function: Callable[[Any], Any] | None, iterable: Iterable[Any], /) -> Iterator[Any]:
+def builtin_filter(function: Callable[[Any], Any] | None, iterable: Iterable[Any], /) -> Iterator[Any]:
     return (value for value in iterable if (value if function is None else function(value)))
 
 
-def _sorted(iterable: Iterable[Any], /, *, key: Callable[[Any], Any], reverse: bool = False) -> list[Any]:
+def builtin_sorted(iterable: Iterable[Any], /, *, key: Callable[[Any], Any], reverse: bool = False) -> list[Any]:
     values = list(iterable)
     return [values[index] for index in _order([key(value) for value in values], reverse)]
 
 
-def _sort(values: list[Any], /, *, key: Callable[[Any], Any] | None = None, reverse: bool = False) -> None:
+def list_sort(values: list[Any], /, *, key: Callable[[Any], Any] | None = None, reverse: bool = False) -> None:
     values[:] = [values[index] for index in _order(values if key is None else [key(v) for v in values], reverse)]
 
 
@@ -78,20 +73,23 @@ def _extreme(choose: Callable[..., Any], *values: Any, key: Callable[[Any], Any]
     return values[_position(choose, [key(value) for value in values])]
 
 
-def _insert(values: list[Any], index: int, value: Any, /) -> None:
+builtin_max, builtin_min = partial(_extreme, max), partial(_extreme, min)
+
+
+def list_insert(values: list[Any], index: int, value: Any, /) -> None:
     values[index:index] = [value]
 
 
-def _clear(values: list[Any], /) -> None:
+def list_clear(values: list[Any], /) -> None:
     values[:] = []
 
 
-def _clear_mapping(mapping: dict[Any, Any], /) -> None:
+def mapping_clear(mapping: dict[Any, Any], /) -> None:
     for key in list(mapping):
         del mapping[key]
 
 
-def _pop_item(mapping: dict[Any, Any], last: bool = True) -> tuple[Any, Any]:
+def mapping_popitem(mapping: dict[Any, Any], last: bool = True) -> tuple[Any, Any]:
     if not mapping:
         raise KeyError("popitem(): dictionary is empty")
     key = list(mapping)[-1 if last else 0]
@@ -108,22 +106,22 @@ def _position(choose: Callable[..., int], keys: list[Any]) -> int:
     return choose(range(len(keys)), key=keys.__getitem__)
 
 
-def _zip_nothing(*, strict: bool = False) -> Iterator[Any]:
+def builtin_zip(*, strict: bool = False) -> Iterator[Any]:
     return iter(())
 
 
-def _iter_until(function: Callable[[], Any], sentinel: Any, /) -> Iterator[Any]:
+def builtin_iter(function: Callable[[], Any], sentinel: Any, /) -> Iterator[Any]:
     while not _is_same(value := function(), sentinel):
         yield value
 
 
 @make_opaque
-def _exception_info() -> tuple[Any, Any, Any]:
+def builtin_exc_info() -> tuple[Any, Any, Any]:
     error = get_interpreterruntimectx().exception_stack[-1]
     return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
-def _reversed(values: Sequence[Any], /) -> Iterator[Any]:
+def builtin_reversed(values: Sequence[Any], /) -> Iterator[Any]:
     return (values[position] for position in range(len(values) - 1, -1, -1))
 
 
@@ -131,48 +129,48 @@ def _is_same(one: Any, other: Any) -> Any:
     return one is other or one == other
 
 
-def _contains(values: Sequence[Any], value: Any, /) -> bool:
+def sequence_contains(values: Sequence[Any], value: Any, /) -> bool:
     return any(_is_same(each, value) for each in values)
 
 
-def _count(values: Sequence[Any], value: Any, /) -> int:
+def sequence_count(values: Sequence[Any], value: Any, /) -> int:
     return len([None for each in values if _is_same(each, value)])
 
 
-def _index(values: Sequence[Any], value: Any, start: int = 0, stop: int = sys.maxsize, /) -> int:
+def sequence_index(values: Sequence[Any], value: Any, start: int = 0, stop: int = sys.maxsize, /) -> int:
     for position in range(*slice(start, stop).indices(len(values))):
         if _is_same(values[position], value):
             return position
     raise ValueError(f"{value!r} is not in the {type(values).__name__}")
 
 
-def _remove(values: list[Any], value: Any, /) -> None:
-    del values[_index(values, value)]
+def list_remove(values: list[Any], value: Any, /) -> None:
+    del values[sequence_index(values, value)]
 
 
-def _add_in_place(values: list[Any], others: Iterable[Any], /) -> list[Any]:
+def list_iadd(values: list[Any], others: Iterable[Any], /) -> list[Any]:
     values.extend(others)
     return values
 
 
-def _multiply_in_place(values: list[Any], times: int, /) -> list[Any]:
+def list_imul(values: list[Any], times: int, /) -> list[Any]:
     values[:] = values * times
     return values
 
 
-def _get(mapping: dict[Any, Any], key: Any, default: Any = None, /) -> Any:
+def mapping_get(mapping: dict[Any, Any], key: Any, default: Any = None, /) -> Any:
     if key in mapping:
         return mapping[key]
     return default
 
 
-def _set_default(mapping: dict[Any, Any], key: Any, default: Any = None) -> Any:
+def mapping_setdefault(mapping: dict[Any, Any], key: Any, default: Any = None) -> Any:
     if key not in mapping:
         mapping[key] = default
     return mapping[key]
 
 
-def _move_to_end(mapping: OrderedDict[Any, Any], key: Any, last: bool = True) -> None:
+def ordered_move_to_end(mapping: OrderedDict[Any, Any], key: Any, last: bool = True) -> None:
     value = mapping.pop(key)
     others = [] if last else list(mapping.items())
     for other, _ in others:
@@ -181,39 +179,5 @@ def _move_to_end(mapping: OrderedDict[Any, Any], key: Any, last: bool = True) ->
     mapping.update(others)
 
 
-def _from_keys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
+def mapping_fromkeys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
     return {key: value for key in keys}
-
-
-_Methods = dict[str, Callable[..., Any]]
-_OF_SEQUENCES: _Methods = {"__contains__": _contains, "count": _count, "index": _index}
-_OF_LISTS: _Methods = {
-    **_OF_SEQUENCES,
-    "__iadd__": _add_in_place,
-    "__imul__": _multiply_in_place,
-    "clear": _clear,
-    "insert": _insert,
-    "remove": _remove,
-    "sort": _sort,
-}
-_OF_DICTIONARIES: _Methods = {
-    "clear": _clear_mapping,
-    "get": _get,
-    "popitem": _pop_item,
-    "setdefault": _set_default,
-}
-_OF_ORDERED: _Methods = {**_OF_DICTIONARIES, "move_to_end": _move_to_end}
-_OF_KINDS = ((tuple, _OF_SEQUENCES), (list, _OF_LISTS), (dict, _OF_DICTIONARIES), (OrderedDict, _OF_ORDERED))
-_REPLACEMENTS: dict[int, Callable[..., Any]] = {
-    id(filter): _filter,
-    id(iter): _iter_until,
-    id(map): _map,
-    id(max): functools.partial(_extreme, max),
-    id(min): functools.partial(_extreme, min),
-    id(reversed): _reversed,
-    id(sorted): _sorted,
-    id(sys.exc_info): _exception_info,
-    id(zip): _zip_nothing,
-    **{id(getattr(kind, name)): method for kind, methods in _OF_KINDS for name, method in methods.items()},
-}
-"""By the identity of the function."""

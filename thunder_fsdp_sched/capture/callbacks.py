@@ -51,9 +51,10 @@ def look_aside(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if isinstance(function, FunctionType):
         instead = None if is_in_thunder() else compiled_function(function)
     elif _is_replaced(function, args, kwargs):
-        from .builtin_functions import replacement  # here, because many programs call none of them
+        from . import builtin_functions  # here, because many programs call none of them
 
-        instead = replacement(function)
+        name = _REPLACED.get(id(function), "mapping_fromkeys")  # `dict.fromkeys` is another object each time
+        instead = getattr(builtin_functions, name)
     else:
         return None
     return None if instead is None else functools.partial(call_interpreted, instead)
@@ -117,18 +118,22 @@ def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 _COMPARED = type(functools.cmp_to_key(max))
 _CALLING = frozenset(map(id, (filter, map, max, min, sorted)))
-_SEQUENCES = ("__contains__", "count", "index")
-_LISTS = (*_SEQUENCES, "__iadd__", "__imul__", "clear", "insert", "remove", "sort")
-_MAPPINGS = ("clear", "get", "popitem", "setdefault")
-_REPLACED = frozenset(
-    map(
-        id,
-        (
-            *(filter, iter, map, max, min, reversed, sorted, sys.exc_info, zip, OrderedDict.move_to_end),
-            *(getattr(tuple, name) for name in _SEQUENCES),
-            *(getattr(list, name) for name in _LISTS),
-            *(getattr(kind, name) for kind in (dict, OrderedDict) for name in _MAPPINGS),
-        ),
-    )
-)
-"""The functions that ``builtin_functions`` may replace, by their identity."""
+_METHODS = {
+    "sequence": ((tuple, list), ("__contains__", "count", "index")),
+    "list": ((list,), ("__iadd__", "__imul__", "clear", "insert", "remove", "sort")),
+    "mapping": ((dict, OrderedDict), ("clear", "get", "popitem", "setdefault")),
+    "ordered": ((OrderedDict,), ("move_to_end",)),
+}
+_REPLACED = {
+    **{
+        id(function): f"builtin_{function.__name__}"
+        for function in (filter, iter, map, max, min, reversed, sorted, sys.exc_info, zip)
+    },
+    **{
+        id(getattr(kind, name)): f"{group}_{name.strip('_')}"
+        for group, (kinds, names) in _METHODS.items()
+        for kind in kinds
+        for name in names
+    },
+}
+"""The names in ``builtin_functions`` of what may replace functions, by the identity of the function."""

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from .control import AgreedProgram, Control, hash64
+from .control import hash64
+from .joint_control import JointControl
 from .messages import MAY_DIFFER, Action, first_different
 
 
@@ -26,8 +28,17 @@ class Computation:
         return hash64(*self.comparable), hash64(*self.inputs), hash64(*self.lines)
 
 
+class AgreedProgram(NamedTuple):
+    """The result of comparing a program among the ranks: see :func:`check_program`."""
+
+    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
+    communicates: bool  # whether any rank issues a collective, or may do so
+    compares_computation: bool  # whether the computations of the ranks must be equal
+    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
+
+
 def check_program(
-    control: Control, what: str, program: Sequence[Action], computation: Computation, *, guards: bool = False
+    control: JointControl, what: str, program: Sequence[Action], computation: Computation, *, guards: bool = False
 ) -> AgreedProgram:
     """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
 
@@ -53,7 +64,7 @@ def check_program(
 
 
 def _compare_programs(
-    control: Control, what: str, program: Sequence[Action], computation: Computation, guards: bool
+    control: JointControl, what: str, program: Sequence[Action], computation: Computation, guards: bool
 ) -> AgreedProgram:
     groups = {action.group: action.ranks for action in program}
     numbers = {group: number for number, group in enumerate(groups)}

@@ -74,71 +74,42 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from ..errors import coded_error
 from .process_groups import ProcessGroupRef
-from .rounds import (
-    TOKEN,
-    IssueCounts,
-    RoundAction,
-    ScheduleDisagreement,
-    after_surplus,
-    begin_work,
-    is_known_to_all,
-    known_to_all,
-)
-
-if TYPE_CHECKING:
-    from .channel import Channel
+from .rounds import IssueCounts
 
 Agreement = Literal["step", "compile", "never"]
 """How often ranks agree: before each compiled trace runs, when they compile it, or not at all."""
 
 
-class AgreedProgram(NamedTuple):
-    """The result of comparing a program among the ranks: see ``compare_programs``."""
-
-    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
-    communicates: bool  # whether any rank issues a collective, or may do so
-    compares_computation: bool  # whether the computations of the ranks must be equal
-    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
-
-
 class Control:
-    """The agreement of the ranks that share one model. Without other ranks it sends nothing.
+    """The agreement of the ranks that share one model. This one has no other ranks, and sends nothing.
+
+    With other ranks it is a ``JointControl``, whose methods say what they do.
 
     Args:
         group: the ranks.
-        channel: their channel; ``None`` if there are no other ranks.
         name: the model's unique name, the same on all ranks.
         title: the model's name in messages.
         agreement: how often they agree.
     """
 
     def __init__(
-        self,
-        group: ProcessGroupRef,
-        channel: Channel | None = None,
-        name: str = "",
-        title: str = "the model",
-        *,
-        agreement: Agreement = "step",
+        self, group: ProcessGroupRef, name: str = "", title: str = "the model", *, agreement: Agreement = "step"
     ) -> None:
         self.group = group = replace(group)  # models given one `Ranks` object, or one mesh, share `group`
-        self.channel = channel
         self.title = title
         self.number = hash64(name)
         self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
-        self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle, logs=agreement == "step")
+        self.issue_counts = IssueCounts()
         self.agreement = agreement
-        self.agreed: dict[int, AgreedProgram] = {}  # programs that the ranks have compared, by a hash
         _controls[group] = weakref.ref(self)
 
     @property
@@ -149,101 +120,35 @@ class Control:
     @property
     def is_single_rank(self) -> bool:
         """Whether there are no other ranks to agree with."""
-        return self.channel is None
+        return True
 
     @property
     def agrees_in_steps(self) -> bool:
         """Whether the ranks agree before each compiled trace runs; one that is alone decides for all."""
-        return self.channel is None or self.agreement == "step"
+        return True
 
     @property
-    def _surplus_issues(self) -> int:
-        """See :class:`IssueCounts`. Only traces that the ranks agree on say how many collectives they contain."""
-        return self.issue_counts.surplus_issues if self.agrees_in_steps else 0
+    def is_alike(self) -> bool:
+        """Whether all ranks had the same digest in the last round."""
+        return True
 
     def process_group(self, otherwise: ProcessGroupRef) -> dist.ProcessGroup:
         """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""
-        return (otherwise if self.channel is None else self.channel.group).process_group
+        return otherwise.process_group
 
-    #
-    # Rounds
-    #
+    def rendezvous(self, what: str, *details: str) -> None: ...
 
-    def rendezvous(self, what: str, *details: str) -> None:
-        """Wait until all ranks have reached the same call; one round.
+    def rendezvous_in_step(self, what: str, *details: str) -> None: ...
 
-        Args:
-            what: the call.
-            details: values that must be the same on all ranks, such as the names of parameters.
+    def begin(self, what: str, *details: str) -> None: ...
 
-        Raises:
-            ScheduleDisagreement: a rank does something else, or does not arrive in time.
-        """
-        self.begin(what, *details)
-        self.settle()
-        if self.issue_counts.log is not None:
-            self.issue_counts.log.clear()
-
-    def begin(self, what: str, *details: str, digest: int = 0, advice: str = "") -> None:
-        """Start a :meth:`rendezvous` without waiting; ``settle`` completes it.
-
-        Args:
-            digest: a hash for the ranks to compare: see :meth:`all_have`.
-            advice: see :class:`RoundAction`.
-        """
-        if self.channel is not None:
-            surplus_issues = self._surplus_issues
-            same = hash64("call", self.number, what, details, surplus_issues)
-            text = f"{' '.join((what, *details))} of {self.title}{after_surplus(surplus_issues)}"
-            self._post(same, text, digest, advice)
-
-    def rendezvous_in_step(self, what: str, *details: str) -> None:
-        """Meet as :meth:`rendezvous` for a call that steps repeat, if the ranks agree in steps."""
-        if self.agrees_in_steps:
-            self.rendezvous(what, *details)
-
-    def all_have(self, what: str, digest: int, advice: str = "") -> bool:
-        """Meet the other ranks and return whether all have the same hash; one round."""
-        assert self.channel is not None
-        self.begin(what, digest=digest, advice=advice)
-        self.settle()
-        return self.channel.is_alike
-
-    def _post(self, same: int, text: str, digest: int = 0, advice: str = "") -> None:
-        """Start a round in which all ranks must have the same hash ``same``."""
-        assert self.channel is not None
-        self.channel.post(TOKEN.pack(same, 0, 0, 0, digest), RoundAction(text, advice))
-
-    def settle(self) -> None:
-        """Settle the latest round if it is still pending."""
-        if self.channel is not None:
-            self.channel.settle()
+    def settle(self) -> None: ...
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Meet the other ranks and return the objects of all ranks, in the order of ranks; a round and two all-gathers."""
-        if self.channel is None:
-            return [value]
-        self.rendezvous(what)
-        return self._gather(what, value)
+        return [value]
 
     def reduce(self, what: str, values: Sequence[float], op: Any) -> list[float]:
-        """Meet the other ranks and reduce numbers over all ranks, on the host; a round, and a ring of 2 (W - 1) hops."""
-        if self.channel is None:
-            return list(values)
-        self.rendezvous(what)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        with self.doing(f"the reduction of {what}"):
-            dist.all_reduce(tensor, op=op, group=self.channel.group.process_group)
-        return tensor.tolist()
-
-    def gather_settled(self, what: str, value: Any) -> dict[int, Any]:
-        """Return the objects of all ranks, by global rank, after a round in which all of them learned to exchange them."""
-        return dict(zip(self.group.global_ranks, self._gather(what, value), strict=True))
-
-    def _gather(self, what: str, value: Any) -> list[Any]:
-        assert self.channel is not None
-        with self.doing(f"the exchange of {what}"):
-            return self.channel.gather(value)
+        return list(values)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -257,138 +162,25 @@ class Control:
             raise self.explained(failure) from error
 
     def explained(self, failure: RuntimeError) -> RuntimeError:
-        """Report a failure to the other ranks, and add their reports to its message."""
-        if self.channel is not None:
-            unagreed = ""
-            if not self.agrees_in_steps:
-                unagreed = f"With agree={self.agreement!r}, ranks may be in different steps; "
-                unagreed += "agree='step' names the one that differs. "
-            reports = self.channel.explain(str(failure), unagreed)
-            failure.args = (f"{failure}\n{reports}".rstrip(),)
         return failure
 
     def report(self, what: str, failure: Exception | None, digest: int = 0) -> None:
-        """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; one round.
-
-        A rank on which it failed raises that error.
-
-        Args:
-            digest: a hash for the ranks to compare: see :meth:`all_have`.
-
-        Raises:
-            ScheduleDisagreement: it failed on another rank, or a rank does something else.
-        """
-        with contextlib.nullcontext() if failure is None else contextlib.suppress(RuntimeError):
-            self._tell(what, failure, digest)
         if failure is not None:
-            raise known_to_all(failure)
+            raise failure
 
-    def _tell(self, what: str, failure: Exception | None, digest: int = 0) -> None:
-        if self.channel is not None:
-            text = f"{what} of {self.title}"
-            if failure is not None:
-                from .messages import first_line
+    def announce(self, what: str, failure: Exception) -> None: ...
 
-                text += f", which failed: {type(failure).__name__}: {first_line(str(failure))}"
-            self._post(hash64("report", self.number, what, failure is None), text, digest)
-            self.settle()
+    def announcing_failure(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def announce(self, what: str, failure: Exception) -> None:
-        """Let the others raise an error in their next round, unless all ranks know of this failure already.
-
-        Ranks on which it failed as well meet in this round, and each raises its own error.
-
-        Args:
-            what: the work that has failed, for messages.
-        """
-        if self.agreement != "never" and not is_known_to_all(failure):
-            with contextlib.suppress(RuntimeError):
-                self._tell(what, known_to_all(failure))
-
-    @contextlib.contextmanager
-    def announcing_failure(self, what: str) -> Iterator[None]:
-        """Wrap work that may fail on this rank alone; see :meth:`announce`."""
-        begin_work()
-        try:
-            yield
-        except Exception as error:
-            self.announce(what, error)
-            raise
-
-    #
-    # Comparisons
-    #
-
-    def check_same(self, what: str, lines: Iterable[str]) -> None:
-        """Raise an error unless all ranks have the same lines; one round. See [Note: Comparing texts].
-
-        Args:
-            what: the subject of the lines.
-
-        Raises:
-            ScheduleDisagreement: on every rank. It names the first line that differs and the ranks.
-        """
-        self.check_same_in_groups(what, ((self.group, line) for line in lines))
+    def check_same(self, what: str, lines: Iterable[str]) -> None: ...
 
     def check_same_in_groups(
         self, what: str, lines: Iterable[tuple[ProcessGroupRef, str]], *, met: bool = False
-    ) -> None:
-        """Raise an error unless the ranks of each group have the same lines of this group; a collective of all ranks.
+    ) -> None: ...
 
-        It is one round if all ranks have the same lines of the same groups; otherwise they also exchange digests.
-
-        Args:
-            met: whether a round has just been settled in which all ranks learned that they compare.
-
-        Raises:
-            ScheduleDisagreement: as :meth:`check_same`.
-        """
-        if self.channel is None:
-            return
-        from .messages import without_remarks
-
-        own: dict[str, list[str]] = defaultdict(list)
-        ranks_of = {}
-        for group, line in lines:
-            own[group.name].append(line)
-            ranks_of[group.name] = group.global_ranks
-        digests = {name: (ranks, hash64(*map(without_remarks, own[name]))) for name, ranks in ranks_of.items()}
-        if not met and self.all_have(f"comparing {what}", hash64(digests)):
-            return
-        by_rank = self.gather_settled(f"comparing {what}", digests)
-        compared: set[str] = set()
-        for first, theirs in by_rank.items():
-            for name in [name for name in theirs if name not in compared]:
-                compared.add(name)
-                for other in theirs[name][0]:
-                    if by_rank[other].get(name) != theirs[name]:
-                        raise self.disagreement(f"{what}, {self.difference(first, other, own[name])}")
-
-    def difference(self, first: int, other: int, lines: Sequence[str]) -> str:
-        """Exchange the lines of two ranks and return the first that differs, on all ranks."""
-        assert self.channel is not None
-        with self.doing("the exchange of lines that differ"):
-            return self.channel.difference_of_lines(first, other, lines)
-
-    def disagreement(self, text: str) -> ScheduleDisagreement:
-        """Return the error for something in which the ranks differ."""
-        return coded_error(ScheduleDisagreement, "ranks.ranks-disagree", group=self.group.description, difference=text)
-
-    @contextlib.contextmanager
-    def all_or_none(self, what: str) -> Iterator[None]:
-        """Wrap work that each rank does alone, so that all ranks raise an error if it fails on any of them.
-
-        Raises:
-            ScheduleDisagreement: it failed on another rank; the message has that rank's error.
-        """
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(RuntimeError):  # this error is the one to raise
-                self.check_same(what, [f"{type(error).__name__}: {error}"])
-            known_to_all(error)
-            raise
-        self.check_same(what, ["it can"])
+    def all_or_none(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def hash64(*parts: object) -> int:

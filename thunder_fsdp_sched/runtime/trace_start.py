@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from ..private_torch import backward_number
-from ..ranks.compare_programs import Computation
-from ..ranks.control import AgreedProgram, Control, hash64
+from ..ranks.compare_programs import AgreedProgram, Computation
+from ..ranks.control import hash64
+from ..ranks.joint_control import JointControl
 from ..ranks.messages import MAY_DIFFER
 from ..ranks.process_groups import ProcessGroupRef
 from ..ranks.rounds import TOKEN, RoundAction, after_surplus
@@ -78,7 +79,7 @@ class TraceStart(RoundAction):
     advice = MAY_DIFFER
 
     def __init__(
-        self, control: Control, name: str, agreed: AgreedProgram, text: str, computation: Computation, issues: int
+        self, control: JointControl, name: str, agreed: AgreedProgram, text: str, computation: Computation, issues: int
     ) -> None:
         self.control = control
         self.name = name
@@ -133,7 +134,6 @@ class TraceStart(RoundAction):
             offered_bits &= ~_FAILURE
         if self.auditing:
             offered_bits &= ~_UNAUDITED
-        assert control.channel is not None
         control.channel.post(
             TOKEN.pack(self._same(), self._inputs, self._exact, offered_bits, self._find_unused()), self
         )

@@ -46,6 +46,7 @@ from ...ir.statements import read_statements
 from ...logs import LOGGER
 from ...passes import Context
 from ...ranks.control import Control, hash64
+from ...ranks.joint_control import joint
 from ...ranks.messages import sides
 from ...ranks.rounds import known_to_all
 from ...runtime.accumulation import AccumulationMode
@@ -201,7 +202,7 @@ class Chooser:
             if errors := {of: error for of, error in decided.items() if isinstance(error, ValueError)}:
                 if kind in errors:
                     raise known_to_all(errors[kind])
-                raise control.disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
+                raise joint(control).disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
             found.update(decided)
         if self._own is not None:
             return self._own
@@ -344,8 +345,9 @@ def decide_once(
     Raises:
         ScheduleDisagreement: a rank does something else or does not come, or ``decide`` failed on another rank.
     """
-    if control.channel is None:
+    if control.is_single_rank:
         return {kind: decide()}
+    control = joint(control)
     ranks = control.group.global_ranks
     deciding: dict[int, tuple[int, int]] = {}  # for each kind, the largest size, and the negative rank that has it
     for rank, (of, its_size) in zip(ranks, control.exchange(_SEARCH, (kind, size)), strict=True):

@@ -71,7 +71,7 @@ def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None
             error = raised
         step = f"the next step of batches(...){after_surplus(control.issue_counts.surplus_issues)}"
         control.report(step, error, digest=int(has_ended))
-        if has_ended and (control.channel is None or control.channel.is_alike):
+        if has_ended and (control.is_alike):
             return  # all ranks have ended
         yield batch
 

@@ -14,8 +14,9 @@ from ...ir.analysis import NO_PENDING_GRADS
 from ...ir.statements import read_statements
 from ...passes import Context
 from ...proof.audit import Auditor
-from ...ranks.compare_programs import Computation
-from ...ranks.control import AgreedProgram, hash64
+from ...ranks.compare_programs import AgreedProgram, Computation
+from ...ranks.control import hash64
+from ...ranks.joint_control import joint
 from ...ranks.rounds import TOKEN, RoundAction
 from ...runtime.accumulation import Accumulation
 from ...runtime.autograd import requested
@@ -96,7 +97,7 @@ class DifferingStart(TraceStart):
         lines = [f"{'wait for ' * step.waits}{step.key}" for step in program.steps]
         computation = Computation(trace_lines=lines)
         super().__init__(
-            sharded.control, name, AgreedProgram(0, True, False, True), text, computation, len(program.issues)
+            joint(sharded.control), name, AgreedProgram(0, True, False, True), text, computation, len(program.issues)
         )
         self.kind, self.program, self.groups = kind, program, groups
         self.half, self.no_sync, _ = kind
@@ -197,7 +198,6 @@ class DifferingStart(TraceStart):
 
     def _find_outcome(self) -> Outcome:
         """Return what follows from the tokens of all ranks; the same ranks exchange for a new combination."""
-        assert self.control.channel is not None
         tokens = self.control.channel.tokens
         unpacked = ((token, *TOKEN.unpack(token)) for token in set(tokens))
         told = {token: (digest, state) for token, _, digest, _, _, state in unpacked}

@@ -34,6 +34,7 @@ from ...ir.analysis import Analysis
 from ...ir.effects import effects
 from ...ir.inspection import with_marks
 from ...ranks.control import Control, hash64
+from ...ranks.joint_control import joint
 from ...ranks.rounds import TOKEN, RoundAction, after_surplus
 from ...runtime.bucket import WINDOW_FIRST, Bucket
 from ...runtime.memory import InFlight, Slot
@@ -144,8 +145,7 @@ class EarlyStep(RoundAction):
         self._open = set(map(id, params))  # the parameters that the step has yet to write
         self._is_settled = False
         names = [gather.bucket.handle for gather in gathers]
-        assert control.channel is not None
-        control.channel.post(TOKEN.pack(hash64("step", control.number, surplus), 0, 0, 0, hash64(names)), self)
+        joint(control).channel.post(TOKEN.pack(hash64("step", control.number, surplus), 0, 0, 0, hash64(names)), self)
         issue_counts.expected += 2 * len(names)
 
     @property

@@ -21,6 +21,7 @@ from thunder.core.module import ThunderModule
 from ... import option_checks as checks
 from ...errors import coded_error
 from ...ranks.control import Control
+from ...ranks.joint_control import joint
 from ...ranks.rounds import ScheduleDisagreement
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena, slot_bytes
@@ -203,14 +204,14 @@ def catch_up(sharded: ShardedModule) -> None:
     control, counts = sharded.control, sharded.control.issue_counts
     if counts.log is None:
         return
-    assert control.channel is not None
+    control = joint(control)
     try:
         _meet(control)
     except ScheduleDisagreement:
         if not control.channel.is_open:
             raise
         _meet(control)  # an exception may have stopped some ranks in a trace that they alone had announced
-    if control.channel.is_alike and not counts.surplus_issues:
+    if control.is_alike and not counts.surplus_issues:
         return
     logs = control.gather_settled(_WHAT, counts.log)
     farthest, fewest = max(logs.values(), key=len), min(map(len, logs.values()))
