@@ -32,7 +32,7 @@ import time
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched.capture import garbage_collection
+from thunder_fsdp_sched.capture import while_compiling
 from thunder_fsdp_sched.logs import following_stages
 
 import harness
@@ -110,7 +110,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
         transforms.append(thunder_fsdp_sched.fsdp(**arguments.options))
     jitted = thunder.jit(model, transforms=transforms)
     if arguments.default_gc:
-        garbage_collection.THRESHOLD = 0
+        while_compiling.THRESHOLD = 0
 
     def compile_again() -> float:
         started = time.process_time()

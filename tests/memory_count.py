@@ -17,7 +17,7 @@ from typing import Any
 
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.runtime.moments import ENDED
+from thunder_fsdp_sched.runtime.autograd import ENDED
 from thunder_fsdp_sched.testing import statements
 
 import thunder

@@ -53,7 +53,6 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "rows.py": ("tests/runtime/test_row_dtensor.py",),
     "row_shard.py": ("tests/runtime/test_row_dtensor.py",),
     "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "watched_outputs.py": ("tests/training/test_unused_outputs.py",),
     "autograd.py": ("tests/training/test_gradient_hooks.py", "tests/training/test_unused_outputs.py"),
     "accumulation.py": ("tests/training/test_windows.py",),
     "trace_start.py": (
@@ -71,7 +70,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
     "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
     "claim_operators.py": ("tests/capture/test_torch_functions.py",),
-    "connect_constants.py": ("tests/capture/test_torch_functions.py",),
+    "wrong_gradients.py": ("tests/capture/test_torch_functions.py",),
     "calls.py": ("tests/agreement/test_agreement.py",),
     "insert_unshard.py": ("tests/ir/test_operators_on_parameters.py",),
     "regather_for_backward.py": ("tests/mends/test_recompute_whole_regions.py",),

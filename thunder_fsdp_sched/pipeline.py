@@ -30,7 +30,7 @@ from .passes import Context, Run
 from .proof import verify
 from .transforms.assign_slots import assign_slots
 from .transforms.bucket_communication import bucket_communication
-from .transforms.claim_operators import claim_operators
+from .transforms.claim_operators import claim_operators, skip_unused_gradients
 from .transforms.differentiate import differentiate
 from .transforms.end_backward import end_backward
 from .transforms.guard_outputs import detach_constants, guard_outputs
@@ -38,7 +38,6 @@ from .transforms.insert_unshard import insert_unshard
 from .transforms.regather_for_backward import regather_for_backward
 from .transforms.reuse_from_forward import reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
-from .transforms.skip_unused_gradients import skip_unused_gradients
 from .transforms.sort_communication import sort_communication
 from .transforms.write_grads_in_place import write_grads_in_place
 
@@ -95,18 +94,18 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
         # Inputs of leaves that are views of parameters are cloned. Autograd asks the leaves' rule for what needs a gradient.
         trace = run(load("extras.leaf_modules.symbols:prepare_leaves"), trace)
     if _has(trace, *PIECEWISE_CONSTANT):  # with a `floor`, a `dropout` or the like
-        from .mends.connect_constants import connect_constants
+        from .mends.wrong_gradients import connect_constants
 
         # After a trace was written out of place: `floor_` is a `floor` then.
         trace = run(connect_constants, trace)
     if _has_scalars(trace):  # with operands without dimensions
-        from .mends.broadcast_scalars import broadcast_scalars
+        from .mends.wrong_gradients import broadcast_scalars
 
         # Before `insert_unshard`, parameters without dimensions had the proxies of their shards. The derivative of a
         # broadcast is a sum, so autograd comes later.
         trace = run(broadcast_scalars, trace)
     if _has(trace, *WRONG_GRADIENTS) or _has_complex(trace):  # with an `index_put`, a `hstack` or the like
-        from .mends.refuse_wrong_gradients import refuse_wrong_gradients
+        from .mends.wrong_gradients import refuse_wrong_gradients
 
         # It looks at operators that are not differentiated yet.
         trace = run(refuse_wrong_gradients, trace)
@@ -243,7 +242,7 @@ def finished(trace: TraceCtx, c: Context) -> TraceCtx:
 
         trace = run(insert_agreement, trace, start=c.start, before_issue=c.agrees_before_issue, audit=audit)
     elif c.start is not None:  # in its place with `ranks_may_differ`
-        trace = run(load("extras.ranks_differ.insert_choice:insert_choice"), trace, start=c.start, audit=audit)
+        trace = run(load("extras.ranks_differ.start:insert_choice"), trace, start=c.start, audit=audit)
     if c.forward is not None:  # backward
         # Nothing that can fail may follow the end of backward.
         trace = run(end_backward, trace, no_sync=c.no_sync)

@@ -1,7 +1,6 @@
 """Planned steps: models compiled as one of many ranks, clusters and their costs, simulated timelines, memory."""
 
-from .extras.planning.cluster_files import read_cluster
-from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster
+from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster, read_cluster
 from .extras.planning.cost import AnalyticCost
 from .extras.planning.dry_run import DryRun, MicroBatches, compile_as_rank, dry_run_step
 from .extras.planning.fit import describe_fit, with_optimizer

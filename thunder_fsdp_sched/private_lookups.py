@@ -65,7 +65,7 @@ def unpacks(inst: Any, stack: Any) -> bool:
     """Unpack a list or tuple of the expected length, if ``inst`` does; return whether it is done.
 
     Thunder interprets an iterator for it, up to the exception at its end, for which it waits: see [Note: Thread switches
-    while tracing] in ``capture.thread_switches``.
+    while tracing] in ``capture.while_compiling``.
 
     Args:
         stack: the interpreter's, with the operand.

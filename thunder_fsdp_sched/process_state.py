@@ -21,7 +21,7 @@ compares this table with the code:
 | `ranks.rounds` | `_work`: a counter | kept: it marks exceptions, which are not shared | |
 | `ranks.open_control` | `_numbers` of modules | begin at 0, as on a rank that was not forked | |
 | `ranks.control` | `_controls` | kept: of groups that are unusable | |
-| `runtime.moments` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
+| `runtime.autograd` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
 | `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
 | `extras.shard_offload` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
 | `transports.works` | `_side_streams` of CUDA | kept: the same | |
@@ -45,8 +45,8 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `ir.registry`, `kernels.executor` | `executor` in Thunder's registry | kept | |
 | `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
 | `extras.ranks_differ.programs` | a hook after steps of any optimizer | kept | |
-| `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
-| `capture.thread_switches` | the time until threads switch while a model is traced | kept | |
+| `capture.while_compiling` | thresholds of the collector while a model compiles | kept | |
+| `capture.while_compiling` | the time until threads switch while a model is traced | kept | |
 | `capture.callbacks` | while a native function of a traced program runs: no collections, a profile function | kept | |
 | `extras.checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
 | `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |

@@ -13,7 +13,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras.training.lazy_parameter import LazyParameter
+from thunder_fsdp_sched.extras.training.eager import LazyParameter
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest

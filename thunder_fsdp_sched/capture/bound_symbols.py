@@ -23,7 +23,7 @@ from ..ir.effects import declared
 from ..ir.inspection import args_of, defined_by, outs_of
 from ..private_thunder import CachingBoundSymbol, renamed
 from ..runtime.bucket import Bucket
-from .keys import IdentityKey, key_of
+from .paths import IdentityKey, key_of
 
 Parameter = tuple[Bucket, int]
 """A parameter: its bucket, and its index there."""

@@ -18,8 +18,7 @@ import torch
 from thunder.core.interpreter import ProvenanceRecord, WrappedValue, is_opaque
 
 from ..runtime.traced_inputs import CONTENT, Check
-from .keys import BUFFERS, ITEMS, is_numpy, key_of
-from .paths import Path, Paths
+from .paths import BUFFERS, ITEMS, Path, Paths, is_numpy, key_of
 from .refusals import refusal
 
 GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})

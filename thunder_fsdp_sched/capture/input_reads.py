@@ -92,10 +92,10 @@ from .changing_values import (
 from .containers import Containers
 from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_checked, may_differ
 from .leaves import CALLS, Leaves
-from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
+from .paths import ATTRIBUTE, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
 from .refusals import collect_refusals, is_of_program, refusal
-from .thread_switches import sooner_switches
 from .unsupported import unsupported_call
+from .while_compiling import sooner_switches
 
 
 class InputReads:
@@ -184,7 +184,7 @@ class InputReads:
     def _object_at(self, provenance: ProvenanceRecord) -> Path | None:
         """Return the path of an object that each call has; ``None`` for others."""
         path = self._paths.of(provenance)
-        if path is None or path is COMPUTED or path[0] not in _ROOTS:
+        if path is None or path[0] not in _ROOTS:
             return None
         return path if self._is_root or path[0] != FUNCTION else None
 
@@ -336,13 +336,13 @@ class InputReads:
         """Return the error for reading an attribute that a leaf has assigned; ``None`` for others."""
         owner, key = unwrap(source), unwrap(name)
         path = self.leaves.written.get((owner, key)) if isinstance(owner, torch.nn.Module) and self.leaves else None
-        return None if path is None else load("extras.leaf_modules.stale:written_before")(path, key)
+        return None if path is None else load("extras.leaf_modules.capture:written_before")(path, key)
 
     def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
         result = found(source, name, *default)
         is_tensor = isinstance(source.value, TensorProxy)
         path = self._paths.of_tensor(source.provenance) if is_tensor else self._paths.of(source.provenance)
-        if path is None or path is COMPUTED or path[0] not in _ROOTS:
+        if path is None or path[0] not in _ROOTS:
             return result
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             plain, key = source.original_value if is_tensor else unwrap(source), unwrap(name)
@@ -359,7 +359,7 @@ class InputReads:
         leaves = self.leaves if isinstance(value.original_value, torch.Tensor) else None  # a part of a tensor has none
         if isinstance(plain, TensorProxy) and not (leaves is None and self._sizes is None):
             path = Paths().of(provenance)
-            if path is not None and path is not COMPUTED and path[0] in INPUTS:
+            if path is not None and path[0] in INPUTS:
                 if self._sizes is not None:
                     self._sizes.add(path, plain)
                 if leaves is not None:
@@ -382,7 +382,7 @@ class InputReads:
         if isinstance(plain, bool) and self._unknown is not None:
             self._unknown.check_identity(provenance)
         path = self._paths.of(provenance)
-        if path is None or path is COMPUTED or path[0] not in _ROOTS:
+        if path is None or path[0] not in _ROOTS:
             return
         if is_number and self._sizes is not None:
             self._sizes.add_number(path, plain)  # also if it is read again, which makes another proxy
@@ -417,9 +417,9 @@ class InputReads:
             self._containers.note(path, value)
 
 
+_ROOTS = (FUNCTION, *INPUTS)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
 _CONSTANTS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, enum.Enum)
-_ROOTS = (FUNCTION, *INPUTS)
 _ENDING = frozenset(map(id, (GeneratorType.close, GeneratorType.throw)))
 _ASSIGNING = frozenset(map(id, (setattr, delattr, object.__setattr__)))

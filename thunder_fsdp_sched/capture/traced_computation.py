@@ -42,7 +42,7 @@ from thunder.extend import StatefulExecutor
 from ..kernels.executor import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
-from .keys import IdentityKey
+from .paths import IdentityKey
 
 
 def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> tuple[Any, ...] | None:

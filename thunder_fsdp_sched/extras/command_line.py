@@ -28,8 +28,7 @@ from ..transports import TRANSPORTS
 from .bench import Disagreement, bench_table, measure
 from .bench_systems import SYSTEMS, Setup, parse_systems, torchrun_ranks
 from .commands import COMMANDS, make_app
-from .planning.cluster_files import read_cluster
-from .planning.clusters import CLUSTERS, as_json
+from .planning.clusters import CLUSTERS, as_json, read_cluster
 from .planning.dry_run import DryRun, dry_run_step
 from .planning.fit import describe_fit, with_optimizer
 from .planning.models import find_model

@@ -20,13 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
+import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
 
 from ..errors import coded_error
 from ..options import Options
 from ..private_torch import replace_data, state_name
-from ..ranks.broadcast import broadcast
 from ..ranks.control import Control
 from ..ranks.process_groups import BucketRanks
 from ..sharding.initial_values import ShardedParam, ValueSource, resolve_device
@@ -215,3 +215,31 @@ def ignored_names(ignored: Iterable[str | nn.Parameter], named: Mapping[str, nn.
             raise coded_error(ValueError, "option.ignored-not-a-parameter", parameter=what)
         found |= {n for n, p in named.items() if any(p is match for match in matches)}
     return found
+
+
+def broadcast(tensor: torch.Tensor, source: int, ranks: BucketRanks, *, via: torch.device | None = None) -> None:
+    """Broadcast a tensor from the global rank ``source``, one of those that share it, to the others.
+
+    Args:
+        via: device from which to send a copy if the tensor's own device has no backend (a CPU, with NCCL only).
+
+    Raises:
+        ValueError: neither device has a backend.
+    """
+    can_send = all(group.backend_for(tensor.device) for group in ranks.groups)
+    if not can_send:
+        for group in ranks.groups:
+            group.check_sends(via or tensor.device, f"a tensor of shape {tuple(tensor.shape)} for broadcast_from")
+    if not can_send or not tensor.is_contiguous():  # bytes are sent, and strides may differ between ranks
+        copy = (tensor if can_send else tensor.to(via)).contiguous()
+        broadcast(copy, source, ranks)
+        tensor.copy_(copy)
+        return
+    if ranks.replicas is not None and ranks.grid is not None:
+        if source in ranks.replicas.global_ranks:
+            dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
+        # Now the rank in the column of `source` has it in each row of the mesh.
+        rows = [list(row) for row in ranks.grid]
+        own_row = next(row for row in rows if dist.get_rank() in row)
+        source = own_row[next(row.index(source) for row in rows if source in row)]
+    dist.broadcast(tensor, src=source, group=ranks.group.process_group)

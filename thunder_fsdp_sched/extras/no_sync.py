@@ -21,7 +21,7 @@ from ..ir.symbols import fsdp_reduce_scatter, reduction_of
 from ..runtime.accumulation import AccumulationMode
 from ..runtime.autograd import requested
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, InFlight, slot_bytes
+from ..runtime.memory import InFlight
 from ..runtime.ops import reduce_scatter, wait_grads
 from ..runtime.unused_outputs import not_used_here
 from .replicas import all_reduce
@@ -102,7 +102,7 @@ def reduce_sums(bucket: Bucket, *, scatters: bool) -> None:
         scatters: whether some rank has left unsharded gradients.
     """
     spec = bucket.spec
-    slot = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.reduce_dtype))
+    slot = bucket.temporary_slot(spec.reduce_dtype)
     nothing = [None] * len(spec.params)
     if scatters:
         flight = reduce_scatter(bucket, slot, *nothing)

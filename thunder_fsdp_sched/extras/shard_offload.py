@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..private_torch import NO_CONTEXT, labelled
-from ..runtime.shard_source import ShardSource
+from ..runtime.bucket import ShardSource
 from ..transports.works import side_stream
 from .low_precision.cast_source import fill_sent
 

@@ -16,7 +16,7 @@ forward, or one after an exception, gathers them again into the slot, which the 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,6 +38,13 @@ def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
                 found.setdefault(region.bucket.primary, slot)
             later.append(slot)
     return found
+
+
+def is_used_before(uses: Mapping[int, Lifetime], position: int) -> bool:
+    """Return whether a trace uses the slot of the gather at a position before, by the uses of slots at their issues."""
+    slot = uses[position].slot
+    before = (other.slot for at, other in uses.items() if at != position and other.first < position)
+    return slot is not None and any(other is not None and slot.overlaps(other) for other in before)
 
 
 def grads_over_params(ranges: Iterable[Lifetime]) -> dict[Lifetime, Lifetime]:

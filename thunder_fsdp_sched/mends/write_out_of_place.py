@@ -53,7 +53,7 @@ from ..ir.inspection import (
 )
 from ..ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 from ..runtime.traced_inputs import MemoryOfInputs
-from .connect_constants import fsdp_zero_gradient, register_value
+from .wrong_gradients import fsdp_zero_gradient, register_value
 
 fsdp_with_value = register_value("fsdp_with_value", lambda old, grad: grad)
 

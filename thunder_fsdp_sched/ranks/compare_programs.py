@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from .control import hash64
-from .joint_control import JointControl
+from .joint_control import AgreedProgram, JointControl
 from .messages import MAY_DIFFER, Action, first_different
 
 
@@ -26,15 +25,6 @@ class Computation:
     def hashes(self) -> tuple[int, int, int]:
         """Hashes of :attr:`comparable`, of :attr:`inputs` and of :attr:`lines`."""
         return hash64(*self.comparable), hash64(*self.inputs), hash64(*self.lines)
-
-
-class AgreedProgram(NamedTuple):
-    """The result of comparing a program among the ranks: see :func:`check_program`."""
-
-    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
-    communicates: bool  # whether any rank issues a collective, or may do so
-    compares_computation: bool  # whether the computations of the ranks must be equal
-    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
 
 
 def check_program(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,14 @@ from .rounds import (
 )
 from .store_texts import exchange_texts
 
-if TYPE_CHECKING:
-    from .compare_programs import AgreedProgram
+
+class AgreedProgram(NamedTuple):
+    """The result of comparing a program among the ranks: see :func:`~.compare_programs.check_program`."""
+
+    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
+    communicates: bool  # whether any rank issues a collective, or may do so
+    compares_computation: bool  # whether the computations of the ranks must be equal
+    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
 
 
 class JointControl(Control):

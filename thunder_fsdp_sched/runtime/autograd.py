@@ -1,4 +1,4 @@
-"""The gradients that the running backward was asked for.
+"""The running backward: which gradients it was asked for and given, and what its own forward has written.
 
 [Note: Requested gradients]
 ``backward(inputs=...)`` and ``torch.autograd.grad`` ask for some gradients only. The compiled backward computes all of them,
@@ -12,10 +12,23 @@ its graph counts as one of all parameters of the model.
 leaves what has accumulated as it is. Under ``no_sync`` there is no reduced gradient to return, so it raises an error. A
 compiled backward has no graph of its own, so ``create_graph=True`` raises an error, too. Both are raised before the
 compiled backward starts, from a hook of the node that autograd runs first.
+
+[Note: The backward of the most recent forward]
+Backward may reuse values that its own forward gathered or cast, but none of another forward: between two forwards a
+parameter may have been written through ``.data`` (an evaluation with averaged parameters), which changes no version
+counter.
+
+So this process counts moments. What a forward writes is stored with the moment at which it was written. Right after a
+forward, ``guard_backward`` stores the moment in the autograd node that Thunder has created for it, which its backward runs
+in. What was written at an earlier moment was written by the running backward's own forward or by an earlier one; what was
+written later is not reused. The numbers that autograd itself gives to nodes do not serve: each thread has its own, and a
+backward runs on the thread of its device if that is a GPU. Outside of an autograd node nothing is reused.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -24,8 +37,36 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import coded_error
+from ..private_thunder import saved_objects
 from ..private_torch import accumulates, backward_number, compiled_nodes_of, leaf_nodes, running_node
-from .moments import ENDED, moment
+
+ENDED = "thunder_fsdp_sched.ended"
+"""The key of the moment at which its forward ended, in the metadata of Thunder's autograd node."""
+
+_moments = itertools.count(1)
+
+
+def moment() -> int:
+    """Return a number larger than all that were returned before, on whichever thread."""
+    return next(_moments)
+
+
+def end_of_forward() -> int | None:
+    """Return the moment at which the forward of the running backward had ended; ``None`` if it is unknown."""
+    node = running_node()
+    return None if node is None else node.metadata.get(ENDED)
+
+
+def running_backward_of() -> tuple[int, int] | None:
+    """Return the number of the running backward, and the end of the forward of its node that runs; ``None`` if unknown."""
+    ended = end_of_forward()
+    return None if ended is None else (backward_number(), ended)
+
+
+def is_of_running_backward(written: int) -> bool:
+    """Return whether ``written`` is a moment before the end of the running backward's forward."""
+    ended = end_of_forward()
+    return ended is not None and written < ended
 
 
 class _Request(NamedTuple):
@@ -94,7 +135,7 @@ def guard_backward(
 ) -> None:
     """Prepare the autograd node of the forward that has just ended.
 
-    It learns when that was: see [Note: The backward of the most recent forward] in ``moments``. And its backward raises
+    It learns when that was: see [Note: The backward of the most recent forward]. And its backward raises
     errors for requests that it cannot fulfil: see [Note: Requested gradients].
 
     Args:
@@ -109,8 +150,6 @@ def guard_backward(
             compiled.metadata[ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
-                from .watched_outputs import watch_outputs
-
                 watch_outputs(first, compiled, reached, by_leaves)
 
 
@@ -120,3 +159,93 @@ def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:
     for leaf, node in leaves:
         if _is_sharded(leaf) and accumulates(node) is None:
             raise coded_error(RuntimeError, "gradient.autograd-grad-under-no-sync", parameter=leaf.rows.label)
+
+
+_UNUSED = "thunder_fsdp_sched.unused"
+"""The key of the running backward in the metadata of Thunder's autograd node."""
+
+
+class RunningBackward:
+    """State of the running backward of one compiled forward; see [Note: Outputs without gradient] in ``unused_outputs``.
+
+    Attributes:
+        given: the outputs that have a gradient on this rank, as bits.
+        unused: the sharded parameters, by identity, that reach none of them.
+        agreed: for each bucket, the parameters that no rank has used; ``None`` if the ranks have not agreed.
+        dropped: the sharded parameters, by identity, for which backward returns no gradient.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self.given = 0
+        self.unused: frozenset[int] = frozenset()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what holds for an earlier backward only."""
+        if self._number != (number := backward_number()):
+            self._number = number
+            self.agreed: Mapping[Any, frozenset[int]] | None = None
+            self.dropped: set[int] = set()
+
+
+def running_backward() -> RunningBackward | None:
+    """Return the state of the running backward; ``None`` for a trace that runs outside of autograd."""
+    node = running_node()
+    if node is None:
+        return None
+    running: RunningBackward | None = node.metadata.get(_UNUSED)
+    if running is None:
+        running = node.metadata[_UNUSED] = RunningBackward()
+    running.begin()
+    return running
+
+
+def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: Mapping[str, Sequence[int]]) -> None:
+    """Let a backward return ``None`` for inputs that reach no output with a gradient.
+
+    Args:
+        first: the node that autograd runs first.
+        compiled: the node that runs the compiled trace.
+        reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
+        by_leaves: for each output of a leaf module, by its name, the outputs that it reaches.
+    """
+    nodes = [following for following, _ in compiled.next_functions]
+    assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, whose gradient one of them gets
+    for leaf, bits in zip(leaves, reached, strict=True):
+        total[id(leaf)] |= bits
+    inputs = [
+        (id(leaf) if hasattr(leaf, "rows") else None, bits if leaf is None else total[id(leaf)])
+        for leaf, bits in zip(leaves, reached, strict=True)
+    ]
+    running = compiled.metadata[_UNUSED] = RunningBackward()
+    states = [state for state in saved_objects(compiled) if getattr(state, "name", "") in by_leaves]
+    of_leaves = [pair for state in states for pair in zip(by_leaves[state.name], state.used, strict=True)]
+    first.register_prehook(partial(_see_given, running, inputs, of_leaves))
+    compiled.register_hook(partial(_drop_unused, running, inputs))
+
+
+_Inputs = Sequence[tuple[int | None, int]]
+"""Of each input, the identity if it is a sharded parameter, and the outputs that it reaches."""
+
+
+def _see_given(
+    running: RunningBackward,
+    inputs: _Inputs,
+    of_leaves: Sequence[tuple[int, frozenset[int]]],
+    grads: Sequence[torch.Tensor | None],
+) -> None:
+    running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
+    used = {param for bits, params in of_leaves if bits & running.given for param in params}
+    running.unused = frozenset(
+        param for param, bits in inputs if param is not None and not bits & running.given and param not in used
+    )
+
+
+def _drop_unused(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:
+    return tuple(
+        None if (param in running.dropped if param is not None else not bits & running.given) else grad
+        for grad, (param, bits) in zip(grads, inputs, strict=True)
+    )

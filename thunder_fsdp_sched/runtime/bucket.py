@@ -42,10 +42,38 @@ from .memory import Arena, InFlight, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
 from .rows import Rows
-from .shard_source import ShardSource
 
 if TYPE_CHECKING:
     from ..ranks.process_groups import BucketRanks
+import contextlib
+
+from ..private_torch import NO_CONTEXT
+
+
+class ShardSource:
+    """What a gather sends: the shard itself; a cast of it in ``extras.low_precision.cast_source``."""
+
+    def __init__(self, spec: BucketSpec, shard: torch.Tensor) -> None:
+        self._spec = spec
+        self._shard = shard
+
+    def shard(self, *, reuse_cast: bool) -> torch.Tensor:
+        """Return the flat shard on the device and in the dtype in which it is sent; valid until the gather finishes.
+
+        Args:
+            reuse_cast: return the tensor that forward sent if it is known to be up to date.
+        """
+        return self._shard
+
+    def send_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which to issue the gather of what :meth:`shard` has just returned."""
+        return NO_CONTEXT
+
+    def finish_copy(self) -> None:
+        """Wait until the host may write the shard again, if it was offloaded: see ``extras.shard_offload``."""
+
+    def free(self) -> None:
+        """Free what :meth:`shard` has returned, after its gather."""
 
 
 WINDOW_OPEN = "open"
@@ -161,6 +189,10 @@ class Bucket:
 
     def __repr__(self) -> str:
         return self.handle
+
+    def temporary_slot(self, dtype: torch.dtype) -> Slot:
+        """Return a slot of its own arena for a collective besides those of traces."""
+        return Arena(self.spec.device, self.arena).slot(0, slot_bytes(self.spec, dtype))
 
     @property
     def hook_name(self) -> str | None:

@@ -70,7 +70,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -80,7 +80,7 @@ from ..plan.layout import round_up
 from ..plan.specs import BucketSpec
 from ..private_torch import labelled
 from ..transports.base import Views, Work
-from .moments import is_of_running_backward, moment, running_backward_of
+from .autograd import is_of_running_backward, moment, running_backward_of
 
 SLOT_ALIGNMENT = 512
 """Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
@@ -150,7 +150,7 @@ class Contents(NamedTuple):
         bucket: the primary of the bucket that was gathered into the slot.
         moment: the moment at which that was issued.
         version: the version of the shard that later micro-batches of the window may reuse, if they may.
-        restored_for: the backward at whose start it was gathered again, see ``moments.running_backward_of``.
+        restored_for: the backward at whose start it was gathered again, see ``autograd.running_backward_of``.
     """
 
     bucket: StoredBucket
@@ -420,9 +420,13 @@ def span_in(memory: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | Non
     if tensor.device != memory.device or tensor.numel() == 0 or memory.is_meta:
         return None
     begin = tensor.data_ptr() - memory.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = begin + (last + 1) * tensor.element_size()
+    end = begin + extent(tensor.shape, tensor.stride()) * tensor.element_size()
     return (begin, end) if begin < memory.nbytes and end > 0 else None
+
+
+def extent(shape: Iterable[int], strides: Iterable[int]) -> int:
+    """Return how many elements there are from the first to the last one of a tensor that has any."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 
 from ..errors import coded_error
 from ..private_torch import running_node
+from .autograd import running_backward_of
 from .bucket import WINDOW_FIRST, WINDOW_LAST, WINDOW_OPEN, Bucket
-from .memory import Arena, Contents, InFlight, Slot, address, slot_bytes
-from .moments import running_backward_of
+from .memory import Contents, InFlight, Slot, address
 from .names import issue_named
 from .row_dtensor import RowDTensor
 from .unused_outputs import drop_gradients, unused_gradients
@@ -97,7 +97,7 @@ def gather_again(bucket: Bucket, slot: Slot | None) -> None:
     """
     spec = bucket.spec
     bucket.issue_counts.expected += 2
-    into = slot or Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
+    into = slot or bucket.temporary_slot(spec.param_dtype)
     wait_params(bucket, all_gather(bucket, into, *[None] * len(spec.params), reuse_cast=True))
     if slot is None:
         into.arena.release()

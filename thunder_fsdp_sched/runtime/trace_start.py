@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from ..private_torch import backward_number
-from ..ranks.compare_programs import AgreedProgram, Computation
+from ..ranks.compare_programs import Computation
 from ..ranks.control import hash64
-from ..ranks.joint_control import JointControl
+from ..ranks.joint_control import AgreedProgram, JointControl
 from ..ranks.messages import MAY_DIFFER
 from ..ranks.process_groups import ProcessGroupRef
 from ..ranks.rounds import TOKEN, RoundAction, after_surplus

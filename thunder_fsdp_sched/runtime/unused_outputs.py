@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .autograd import RunningBackward, running_backward
 from .bucket import Bucket
-from .watched_outputs import RunningBackward, running_backward
 
 
 def not_used_here(bucket: Bucket) -> frozenset[int]:

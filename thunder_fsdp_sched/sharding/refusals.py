@@ -27,6 +27,7 @@ from ..private_torch import (
     memory_of,
     refuse_composable,
 )
+from ..runtime.memory import extent
 from ..runtime.row_dtensor import RowDTensor
 from .former_parameters import refuse_former
 from .module_parameters import find_owner, tensors_in_containers
@@ -129,8 +130,7 @@ def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
 def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where the first element begins and the last one ends, in bytes from the start of the storage."""
     first = int(tensor.storage_offset())
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+    return first * tensor.itemsize, (first + extent(tensor.shape, tensor.stride())) * tensor.itemsize
 
 
 def refuse_views(

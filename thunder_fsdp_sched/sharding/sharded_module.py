@@ -24,8 +24,8 @@ from thunder.core.module import ThunderModule
 from thunder.core.transform_common import Transform
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..capture.garbage_collection import CollectsLess
 from ..capture.leaves import Leaves
+from ..capture.while_compiling import CollectsLess
 from ..errors import coded_error
 from ..extensions import load
 from ..logs import Progress

@@ -1,4 +1,4 @@
-"""Executors claim the operators of the joint trace.
+"""Executors claim the operators of the joint trace, and kernels compute only the gradients that something reads.
 
 [Note: Operators are claimed once]
 Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for communication of
@@ -10,6 +10,7 @@ are claimed here for the executors that follow, in Thunder's order and by Thunde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import prims
@@ -18,8 +19,9 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import dce
 from thunder.extend import Executor
 
-from ..ir.inspection import with_bound_symbols
+from ..ir.inspection import args_of, with_bound_symbols
 from ..ir.registry import with_caches
+from ..kernels.executor import executor
 from ..private_thunder import claim
 
 
@@ -49,3 +51,35 @@ def _without_zeros_of_no_shape(trace: TraceCtx) -> TraceCtx:
 
 def _is_zeros_of_no_shape(bsym: BoundSymbol) -> bool:
     return bsym.sym.id == ltorch.zeros.id and not bsym.args
+
+
+def skip_unused_gradients(trace: TraceCtx) -> TraceCtx:
+    """Clear the entries of output masks whose gradients nothing reads.
+
+    Runs on the joint trace after ``differentiate`` or ``claim_operators``. Does nothing without kernels that have a mask.
+    Before, with a frozen weight and bias::
+
+        (t9, t10, t11) = torch_native_layer_norm_backward(t8, t1, [64], t2, t3, t_weight, t_bias, [True, True, True])
+
+    After::
+
+        (t9, _, _) = torch_native_layer_norm_backward(t8, t1, [64], t2, t3, t_weight, t_bias, [True, False, False])
+    """
+    read = {name for bsym in trace.bound_symbols for name in args_of(bsym)}
+    bsyms = [_masked(bsym, read) if bsym.sym.executor is executor else bsym for bsym in trace.bound_symbols]
+    return with_bound_symbols(trace, bsyms, "fsdp: skip unused gradients")
+
+
+def _masked(bsym: BoundSymbol, read: set[str]) -> BoundSymbol:
+    outputs = bsym.output
+    if not isinstance(outputs, tuple) or not any(map(_is_mask, bsym.args)):
+        return bsym
+    wanted = [output is not None and output.name in read for output in outputs]
+    args = tuple([wanted if _is_mask(argument) else argument for argument in bsym.args])
+    return bsym.from_bsym(
+        args=args, output=tuple(out if is_wanted else None for out, is_wanted in zip(outputs, wanted, strict=True))
+    )
+
+
+def _is_mask(argument: Any) -> bool:
+    return isinstance(argument, list) and len(argument) > 0 and all(type(each) is bool for each in argument)

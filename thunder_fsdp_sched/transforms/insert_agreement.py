@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import Effects, effects
+from ..ir.effects import Effects, effects, sends
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import register
 from ..runtime.trace_start import SlotOfBucket, TraceStart
@@ -44,9 +44,8 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
     describe(start, of_all)
     start.expected += sorted((g for g in start.reusable_gathers if not g.in_window), key=SlotOfBucket.name)
     start.reusable_gathers = [gather for gather in start.reusable_gathers if gather.in_window]
-    for position, e in enumerate(of_all):
-        issue = e.issues if e.issues is not None and e.issues.bucket is not None and not e.issues.resident else None
-        if issue is not None:
+    for position, (bsym, e) in enumerate(zip(bsyms, of_all, strict=True)):
+        if (issue := sends(bsym)) is not None:
             issued.add(issue.future)
         waits = e.waits is not None and e.issues is None and e.waits.future in issued
         if (issue is not None and (before_issue or start.expected)) or waits or e.runs is not None:

@@ -11,7 +11,7 @@ memory for the same effect: they do not reshard the last block.)
 It is proved that the two traces leave the bucket in its slot. What happens between them is known only at run time: another
 forward, an exception, a second backward. So the arena knows what each slot contains, and since when: see [Note: Contents
 of slots] in ``runtime.memory``. What another forward has gathered, which may have had other parameters, is not reused: see
-[Note: The backward of the most recent forward] in ``runtime.moments``. Each rank offers what it has. What some rank has
+[Note: The backward of the most recent forward] in ``runtime.autograd``. Each rank offers what it has. What some rank has
 lost all gather again before the trace sends anything else, each that still has it into memory that it frees: see
 [Note: Decisions of one rank] in ``ranks.control``.
 """
@@ -25,7 +25,7 @@ from thunder.core.trace import TraceCtx
 from ..ir.analysis import Analysis
 from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_marks
-from ..ir.slots import retained_by_forward
+from ..ir.slots import is_used_before, retained_by_forward
 from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
 
 
@@ -52,12 +52,9 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     retained = retained_by_forward(forward)
     slots = Analysis(trace).slots if retained else {}
     for position, live in slots.items():
-        slot = live.slot
-        assert slot is not None
-        if live.is_gather and retained.pop(live.bucket.primary, None) == slot:
-            others = (other.slot for i, other in slots.items() if i != position and other.first < position)
-            if not any(other is not None and slot.overlaps(other) for other in others):
-                marks[position] = {"resident": True}
+        is_left = live.is_gather and retained.pop(live.bucket.primary, None) == live.slot
+        if is_left and not is_used_before(slots, position):
+            marks[position] = {"resident": True}
     return with_marks(trace, marks, "fsdp: reuse what forward left")
 
 

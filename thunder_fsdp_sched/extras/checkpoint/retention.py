@@ -6,7 +6,7 @@
 - a sibling folder whose name differs in digits alone from that of the new one (``step-100``, not ``best``). Links
   (``latest -> step-3``) are left alone, as is what they point to unless it is beside the new one. Folders are compared by
   device and inode, because one folder may have several names;
-- complete, with a stamp (see [Note: The order of saves] in ``order``), with the file names of a single run, and not one of
+- complete, with a stamp (see [Note: The order of saves] in ``folder``), with the file names of a single run, and not one of
   Fabric, which has more files;
 - only when the new checkpoint has been found intact, and neither it nor the newest intact one of this kind.
 """
@@ -21,8 +21,7 @@ from typing import Any
 
 from ...errors import coded_error
 from .beside import wait_for_latest
-from .folder import METADATA, OTHERS, are_of_one_run, is_complete, sync
-from .order import newest_first, series_of, stamp_of, time_of
+from .folder import METADATA, OTHERS, are_of_one_run, is_complete, newest_first, series_of, stamp_of, sync, time_of
 from .storage import check_lengths, read_metadata
 
 _log = logging.getLogger(__name__)

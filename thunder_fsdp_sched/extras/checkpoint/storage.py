@@ -5,7 +5,7 @@ DCP pickles its metadata, and unpickling calls any function that the file names.
 a list are allowed; anything else is refused before it is called. The bytes that are checked are those that are used:
 ranks compare their digest, and the data files are read according to the checked list.
 
-A list that this package wrote ends with its stamp (see [Note: The order of saves] in ``order``) and its own checksum. Both
+A list that this package wrote ends with its stamp (see [Note: The order of saves] in ``folder``) and its own checksum. Both
 follow the pickle, where other readers ignore them. It contains the checksum of each chunk of data (``crc32`` in its
 ``storage_data``), so checksums, data and list cannot stem from different saves.
 """
@@ -38,8 +38,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ...errors import coded_error
 from ...process_state import Reentrant
-from .folder import METADATA, SaveRun, checksum, refuse_incomplete
-from .order import stamped
+from .folder import METADATA, SaveRun, checksum, refuse_incomplete, stamped
 from .writer_process import WriterProcess
 
 Paths = Mapping[tuple[Any, ...], str]

@@ -1,4 +1,8 @@
-"""Trace a call of a leaf module as a single operator."""
+"""Trace a call of a leaf module as a single operator, and refuse state that traced code uses, too.
+
+A leaf reads and writes attributes of the modules when it runs. A trace reads them at its start, and its epilogue writes them
+at its end. So traced code would read what a leaf has written in the call before, and a leaf what traced code has.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,20 @@ from thunder.core.interpreter import (
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, record_source_loc_in_symbol_header
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ...capture.keys import key_of
 from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
-from ...capture.paths import FUNCTION, Path
+from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths, key_of
+from ...capture.refusals import refusal
 from ...errors import coded_error
+from ...ir.inspection import nested
+from ...private_assignments import modified_members
 from ...runtime.traced_inputs import value_at
 from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested
 from .observe import LeafError, is_plain, observe, run_once
-from .stale import read_before_written
 from .symbols import call
 
 
@@ -252,3 +258,55 @@ def _wrap_parameter(wrapped: WrappedValue, path: Sequence[str], value: Any) -> W
         if kind == "_modules":
             provenance.ext_flag |= EXT_FLAG_IS_MODULE
     return wrap(value, provenance=provenance)
+
+
+_MEMBERS = ("__dict__", "_buffers")
+
+
+def read_before_written(leaves: Leaves, module: torch.nn.Module) -> NotImplementedError | None:
+    """Return the error for a call of a leaf of which traced code has changed an attribute or a buffer before."""
+    parts = set(module.modules())
+    for path in _changed():
+        owner, name = _owner(path, leaves.model)
+        if owner in parts:
+            return refusal(
+                f"forward changes {name!r} of the leaf module {leaves[module]!r} ({type(module).__name__}) before it calls "
+                f"it. The trace would change it at its end, and the leaf would read the value of the call before",
+                "Pass the value to the module as an argument, or assign it in the module itself",
+            )
+    return None
+
+
+def written_before(path: str, name: str) -> NotImplementedError:
+    """Return the error for traced code that reads an attribute which a leaf has assigned in this forward."""
+    return refusal(
+        f"forward reads {name!r}, which the leaf module {path!r} changes when it runs. The trace would read the value of "
+        f"the call before",
+        "Return it from the module",
+    )
+
+
+def _changed() -> Iterator[Path]:
+    """Yield the paths of the attributes and buffers that traced code has changed so far."""
+    context, paths = get_jit_ctx(), Paths()
+    for provenance, name in modified_members(context):
+        if (path := paths.of(provenance)) is not None:
+            yield (*path, (ATTRIBUTE, name))
+    for scope in context.computation_trace.scopes:
+        for bsym in nested(scope or ()):
+            if bsym.sym.id is PrimIDs.COPY_:
+                history = getattr(bsym.args[1], "history", None)
+                path = None if history is None else paths.of(history)
+                if path is not None:
+                    yield path
+
+
+def _owner(path: Path, model: torch.nn.Module) -> tuple[Any, str]:
+    """Return the object of which an attribute or a buffer is at ``path``, and its name; the path begins at the model."""
+    *steps, (_, name) = path
+    while steps[1:] and steps[-1][1] in _MEMBERS:
+        steps.pop()
+    try:
+        return value_at({FUNCTION: model}, tuple(steps)), str(name)
+    except Exception:  # the program has made it
+        return None, str(name)

@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...private_torch import hooks_of, keeps_graph
+from ...runtime.memory import extent
 from .leaf import Leaf
 
 
@@ -146,7 +147,7 @@ def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
     """Return another storage object of the same memory, which begins and ends where the parameter does."""
     length, itemsize = parameter.numel(), parameter.itemsize
     if length and not parameter.is_contiguous():
-        length = 1 + sum((n - 1) * step for n, step in zip(parameter.size(), parameter.stride(), strict=True))
+        length = extent(parameter.size(), parameter.stride())
     begin = int(parameter.storage_offset()) * itemsize
     return parameter.untyped_storage()[begin : begin + length * itemsize]
 

@@ -16,8 +16,8 @@ import torch
 
 from ...plan.specs import BucketSpec
 from ...private_torch import labelled
-from ...runtime.moments import is_of_running_backward, moment
-from ...runtime.shard_source import ShardSource
+from ...runtime.autograd import is_of_running_backward, moment
+from ...runtime.bucket import ShardSource
 
 
 class CastShardSource(ShardSource):

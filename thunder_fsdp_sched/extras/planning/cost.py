@@ -34,8 +34,7 @@ from thunder.core.symbol import BoundSymbol
 from ...ir.effects import Issue, is_declared
 from ...ir.inspection import defined_by, nbytes_of, runs_nothing
 from ...ir.observation import observe_call
-from ..step_memory.costs import Costs
-from ..step_memory.row import Row
+from ..step_memory.costs import Costs, Row
 from ..step_memory.rows import observed_costs
 from .clusters import ClusterSpec, cluster
 

@@ -23,7 +23,7 @@ from ...ir.analysis import BEFORE_TRACE
 from ...ir.effects import Issue, Wait
 from ...ir.inspection import is_statement
 from ...ir.slots import spans_of
-from ..step_memory.row import Row
+from ..step_memory.costs import Row
 from ..step_memory.rows import StepRows
 from .cost import AnalyticCost, Seconds
 from .timeline import COMPUTE, Interval, SlotUse, Timeline

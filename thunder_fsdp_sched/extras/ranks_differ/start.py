@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...capture.garbage_collection import CollectsLess
+from ...capture.while_compiling import CollectsLess
 from ...compiled_traces import CompiledTraces
 from ...ir.analysis import NO_PENDING_GRADS
+from ...ir.effects import effects
+from ...ir.inspection import AGREEMENT, with_bound_symbols
+from ...ir.registry import register
 from ...ir.statements import read_statements
 from ...passes import Context
 from ...proof.audit import Auditor
-from ...ranks.compare_programs import AgreedProgram, Computation
+from ...ranks.compare_programs import Computation
 from ...ranks.control import hash64
-from ...ranks.joint_control import joint
+from ...ranks.joint_control import AgreedProgram, joint
 from ...ranks.rounds import TOKEN, RoundAction
 from ...runtime.accumulation import Accumulation
 from ...runtime.autograd import requested
@@ -25,6 +30,7 @@ from ...runtime.ops import gather_again
 from ...runtime.trace_start import GATHER_BITS, KEPT_BITS, SHARED, TraceStart
 from ...runtime.unused_outputs import agree_on_unused
 from ...sharding.sharded_module import ShardedModule, ShardingTransform
+from ...transforms.insert_agreement import describe, fsdp_agree, fsdp_audit_agreed
 from ..no_sync import reduce_sums
 from .build import build
 from .merging import BucketKey
@@ -330,3 +336,44 @@ class Maker:
                 pending=auditing,
             )
         return program, auditing
+
+
+def insert_choice(trace: TraceCtx, *, start: DifferingStart, audit: bool = True) -> TraceCtx:
+    """Insert ``fsdp_agree`` and ``fsdp_agreed_or_merged`` after the arguments.
+
+    Runs after ``verify`` and before ``end_backward``, on both traces, with ``ranks_may_differ`` and several ranks. After::
+
+        fsdp_agree(forward_0)
+        if (merged := fsdp_agreed_or_merged(forward_0)) is not None: return merged(x, t_blocks_0_weight)
+
+    The rest of the trace runs if all ranks run the same program. Otherwise the merged trace does, whose arguments are the
+    same. The round is settled before the first collective on every backend, because it decides which that is.
+
+    With ``audit``, the trace ends with ``fsdp_audit_agreed(forward_0)`` before what ``end_backward`` inserts.
+    """
+    bsyms = list(trace.bound_symbols)
+    head = next(at for at, bsym in enumerate(bsyms) if bsym.sym.id not in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.COMMENT))
+    arguments = [bsym.output for bsym in bsyms[:head] if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL]
+    assert [proxy.name for proxy in arguments] == [name for name, _ in trace.siginfo().args]
+    describe(start, list(map(effects, bsyms)))
+    if audit:
+        bsyms.insert(len(bsyms) - 1, fsdp_audit_agreed.bind(start, output=None))
+    bsyms[head:head] = [
+        fsdp_agree.bind(start, output=None),
+        fsdp_agreed_or_merged.bind(start, *arguments, output=None),
+    ]
+    return with_bound_symbols(trace, bsyms, "fsdp: choose between the trace and a merged one")
+
+
+def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    start, *arguments = bsym.args
+    given = ", ".join(proxy.name for proxy in arguments)
+    return f"if (merged := {bsym.sym.name}({start})) is not None: return merged({given})"
+
+
+fsdp_agreed_or_merged = register(
+    "fsdp_agreed_or_merged",
+    DifferingStart.settled_or_merged,
+    printer=_print,
+    kinds=[AGREEMENT],
+)

@@ -29,8 +29,7 @@ from ...ir.inspection import UNPACKING, args_of, defined_by, is_statement, nbyte
 from ...ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 from ...ir.symbols import LEAF
 from ...private_thunder import OBSERVED_COSTS
-from .costs import Allocation, Costs
-from .row import Row, Strides, device_of
+from .costs import Allocation, Costs, Row, Strides, device_of
 from .symbol_costs import costs
 
 

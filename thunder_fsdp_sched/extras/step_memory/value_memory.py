@@ -39,8 +39,7 @@ from ...ir.inspection import UNPACKING, is_statement, names, nbytes_of
 from ...ir.slots import peak_live_bytes, spans_of
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
-from .costs import PERSISTENT, Allocation, reduced_gradients, unsharded_gradients
-from .row import Row, device_of
+from .costs import PERSISTENT, Allocation, Row, device_of, reduced_gradients, unsharded_gradients
 
 
 def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:

@@ -23,23 +23,65 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ...errors import coded_error
 from ...plan.specs import StridedView
 from ...runtime.bucket import Bucket
-from ...runtime.memory import Arena, InFlight, slot_bytes
+from ...runtime.memory import InFlight, extent
 from ...runtime.ops import all_gather, wait_params
 from ...sharding.casts import attach_casts
 from ...sharding.module_parameters import Entry
 from ...sharding.sharded_module import find_jitted
-from .lazy_parameter import LazyParameter
+
+
+class LazyParameter(nn.Parameter):
+    """A parameter without memory. An operator that gets it, or ``detach()`` of it, computes with what ``read`` returns.
+
+    Torch's own meta tensors do not do: on a CPU, ``F.linear`` and ``matmul`` accept one, and return memory that nobody has
+    written. Metadata, also the device, are those of the unsharded parameter.
+
+    Args:
+        like: has its shape, strides and dtype.
+    """
+
+    read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, device: torch.device, requires_grad: bool, read: Callable[[], torch.Tensor]
+    ) -> LazyParameter:
+        lazy = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        lazy.read = read
+        return lazy
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # also `.data`, and what state_dict() asks for: reads nothing yet
+            return cls(args[0], args[0].device, False, args[0].read)
+        args, kwargs = tree_map_only(cls, lambda lazy: lazy.read(), (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # It reads nothing, because a debugger runs on one rank.
+        return f"LazyParameter({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
 @contextlib.contextmanager
@@ -135,11 +177,10 @@ class _Unsharded:
         self.innermost = _innermost([_modules_on_path(module, entry.name) for entry in entries])
 
     def issue(self) -> InFlight:
-        bucket, spec = self.bucket, self.bucket.spec
+        bucket = self.bucket
         self.gathers += 1
         bucket.issue_counts.expected += 2
-        slot = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
-        return all_gather(bucket, slot, *bucket.params)  # type: ignore[arg-type]
+        return all_gather(bucket, bucket.temporary_slot(bucket.spec.param_dtype), *bucket.params)  # type: ignore[arg-type]
 
     def fill(self, flight: InFlight) -> None:
         assert flight.slot is not None
@@ -181,8 +222,8 @@ def in_former_place(whole: torch.Tensor, strided: StridedView | None) -> torch.T
     """Return an unsharded parameter with the strides and the storage offset that it had before sharding."""
     if strided is None or not whole.numel() or 0 in strided.strides:  # an expanded one has less memory than elements
         return whole
-    last = strided.offset + sum((size - 1) * stride for size, stride in zip(whole.shape, strided.strides, strict=True))
-    return whole.new_empty(last + 1).as_strided(whole.shape, *strided).copy_(whole)
+    length = strided.offset + extent(whole.shape, strided.strides)
+    return whole.new_empty(length).as_strided(whole.shape, *strided).copy_(whole)
 
 
 def _modules_on_path(module: nn.Module, name: str) -> list[nn.Module]:

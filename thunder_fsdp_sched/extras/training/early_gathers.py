@@ -33,6 +33,7 @@ from thunder.core.trace import TraceCtx
 from ...ir.analysis import Analysis
 from ...ir.effects import effects
 from ...ir.inspection import with_marks
+from ...ir.slots import is_used_before
 from ...ranks.control import Control, hash64
 from ...ranks.joint_control import joint
 from ...ranks.rounds import TOKEN, RoundAction, after_surplus
@@ -61,11 +62,8 @@ def take_over_first(trace: TraceCtx) -> TraceCtx:
     uses = Analysis(trace).slots
     marks = {}
     for position, e in enumerate(of_all[:end]):
-        if not e.is_gather or e.issues is None or e.issues.marks or not _can_begin(uses[position].bucket):
-            continue
-        *others, slot = (live.slot for other, live in uses.items() if other <= position)
-        assert slot is not None
-        if not any(other is not None and slot.overlaps(other) for other in others):
+        is_unmarked = e.is_gather and e.issues is not None and not e.issues.marks
+        if is_unmarked and _can_begin(uses[position].bucket) and not is_used_before(uses, position):
             marks[position] = {"window": WINDOW_FIRST}
     return with_marks(trace, marks, "fsdp: take over what the step has gathered")
 

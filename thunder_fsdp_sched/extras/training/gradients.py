@@ -24,7 +24,6 @@ from ...ranks.control import Control
 from ...ranks.joint_control import joint
 from ...ranks.rounds import ScheduleDisagreement
 from ...runtime.bucket import Bucket
-from ...runtime.memory import Arena, slot_bytes
 from ...runtime.ops import gather_again, reduce_scatter
 from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import ShardedModule, find_jitted
@@ -244,8 +243,7 @@ def _can_repeat(kind: str, bucket: Bucket | None) -> bool:
 
 
 def _reduce_zeros(bucket: Bucket) -> None:
-    spec = bucket.spec
-    slot = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.reduce_dtype))
-    flight = reduce_scatter(bucket, slot, *[None] * len(spec.params), adds_left=False)
+    slot = bucket.temporary_slot(bucket.spec.reduce_dtype)
+    flight = reduce_scatter(bucket, slot, *[None] * len(bucket.spec.params), adds_left=False)
     slot.arena.finish(flight)
     slot.arena.release()

@@ -32,9 +32,9 @@ import torch
 
 from ...errors import coded_error
 from ...private_torch import NO_CONTEXT, register_foreach_type
+from ...runtime.autograd import moment
 from ...runtime.bucket import Bucket
 from ...runtime.memory import InFlight, InterruptedWork
-from ...runtime.moments import moment
 from ...runtime.row_dtensor import DETACH, RowDTensor, construct
 
 

@@ -20,10 +20,10 @@ from torch import nn
 
 from ...errors import coded_error
 from ...private_torch import state_name
-from ...ranks.broadcast import broadcast
 from ...runtime.bucket import Bucket
 from ...sharding.former_parameters import retire
 from ...sharding.sharded_module import ShardedModule, find_jitted
+from ..initial_values import broadcast
 from ..state_dicts.whole_buckets import gather_ahead
 from .eager import in_former_place
 

@@ -1,4 +1,4 @@
-"""Fewer garbage collections while a model compiles.
+"""Settings of Python while a model compiles: fewer garbage collections, and sooner switches between threads.
 
 [Note: Garbage collection while compiling]
 Compiling creates millions of objects that live until it ends, so Python's cyclic garbage collector finds hardly any
@@ -6,11 +6,21 @@ garbage, but takes a fifth of the time: after every 700 new objects it looks at 
 While a model compiles, it therefore looks at the youngest only, after every 50,000. The peak of memory stays the same
 (``python benchmarks/tracing.py --blocks 32 --only once``, with and without ``--default-gc``). A collector that is
 disabled, or runs less often already, is left alone.
+
+[Note: Thread switches while tracing]
+Thunder's interpreter lets another thread make a frame for each exception that a traced program raises, as each loop over an
+iterator does at its end. It waits for that thread in a loop that keeps the interpreter lock until Python takes it away, by
+default after 5 ms. While a model is traced, Python takes it away sooner.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
+from collections.abc import Iterator
+
+from ..process_state import Reentrant
 
 THRESHOLD = 50_000
 """How many more containers are created than freed before the youngest are collected."""
@@ -37,3 +47,19 @@ class CollectsLess:
         if self._before is not None and gc.get_threshold() == (THRESHOLD, ONLY_YOUNGEST, self._before[2]):
             gc.set_threshold(*self._before)
         self._before = None
+
+
+INTERVAL = 5e-4
+"""Seconds after which a thread loses the interpreter lock to one that waits for it."""
+
+
+@contextlib.contextmanager
+def _sooner_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, INTERVAL))
+    yield
+    sys.setswitchinterval(before)
+
+
+sooner_switches = Reentrant(_sooner_switches)
+"""Lets Python switch threads sooner in this context; see [Note: Thread switches while tracing]."""
