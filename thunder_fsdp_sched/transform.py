@@ -256,6 +256,7 @@ class FSDPTransform(ShardingTransform):
             return None
 
         def compile_again() -> Any:
+            self.sharded.before_compiling(model, "compiling what is traced already", stage="differentiating")
             self._again = compiled
             try:
                 return compile_acquired(model, acquired)

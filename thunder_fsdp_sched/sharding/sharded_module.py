@@ -129,30 +129,21 @@ class ShardedModule:
             on_entry: called with each entry of Thunder's cache before it can run.
             again: returns what compiles an entry's trace for the present mode of ``no_sync``; ``None`` if nothing does.
         """
-        self._model = weakref.ref(model)
+        self._model = reference = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
         for name, tensor in self.replaced.items():
             is_param = isinstance(tensor, torch.nn.Parameter)
             (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
         self._attributes.add(model)
         self.module_params.objects.copies.append(model._overrides_buffers)
-        reference = weakref.ref(model)
 
         def before_trace() -> None:
-            self._before_compiling(reference(), "tracing the module for new inputs", stage="tracing")
+            self.before_compiling(reference(), "tracing the module for new inputs", stage="tracing")
             self.module_params.replace_shards(self.module_params.placeholders)
 
         def compiles_again(entry: Any) -> Callable[[], Any] | None:
             jitted = reference()
-            compile_entry = None if jitted is None else again(jitted, entry)
-            if compile_entry is None:
-                return None
-
-            def compile_again() -> Any:
-                self._before_compiling(jitted, "compiling what is traced already", stage="differentiating")
-                return compile_entry()
-
-            return compile_again
+            return None if jitted is None else again(jitted, entry)
 
         def after_trace(entry: Any) -> None:
             on_entry(entry)
@@ -211,7 +202,7 @@ class ShardedModule:
         extend_calls(model, before_call, self._adds_leaf, in_turn)
         model.register_forward_hook(after_call, always_call=True)
 
-    def _before_compiling(self, jitted: ThunderModule | None, text: str, *, stage: str) -> None:
+    def before_compiling(self, jitted: ThunderModule | None, text: str, *, stage: str) -> None:
         """Check the module, and begin a compilation."""
         self._is_starting = self._is_tracing = True
         if jitted is not None:
