@@ -144,6 +144,11 @@ def _assign_aux(part: Any, x: torch.Tensor) -> torch.Tensor:
     return part.linear(x)
 
 
+def _assign_scale(part: Any, x: torch.Tensor) -> Any:
+    part.scale = [x.detach().mean(0)]
+    return part.linear(x), part.scale[0]
+
+
 def _through(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.part(x)
 
@@ -199,6 +204,19 @@ ERRORS: dict[str, tuple[Case, type[Exception], coded | says]] = {
         NotImplementedError,
         coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
     ),
+    "writes to a buffer that a leaf has returned": (
+        (
+            lambda part, x: (part.linear(x), part.calls),
+            lambda model, x: (lambda y, calls: (calls.add_(1), y)[1])(*model.part(x)),
+        ),
+        NotImplementedError,
+        coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
+    ),
+    "writes to an attribute that a leaf has returned": (
+        (_assign_scale, lambda model, x: (lambda y, scale: y * scale.mul_(2))(*model.part(x))),
+        NotImplementedError,
+        coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
+    ),
     "an attribute that is set before": (
         (lambda part, x: part.linear(x) * part.scale, _set),
         NotImplementedError,
@@ -232,6 +250,16 @@ ERRORS: dict[str, tuple[Case, type[Exception], coded | says]] = {
         (lambda part, x: (part.linear.weight.t()[1:].data.clamp_(0), part.linear(x))[1], _through),
         NotImplementedError,
         coded("leaf.parameter-changed-in-place", "linear.weight"),
+    ),
+    "writes a parameter through NumPy": (
+        (lambda part, x: (part.linear.weight.detach().numpy().fill(0.5), part.linear(x))[1], _through),
+        NotImplementedError,
+        coded("leaf.parameter-changed-in-place", "linear.weight"),
+    ),
+    "writes its input through NumPy": (
+        (lambda part, x: (x.detach().numpy().fill(0.5), part.linear(x))[1], _through),
+        NotImplementedError,
+        coded("leaf.changes-input-in-place", "input 0"),
     ),
     "writes its input": (
         (lambda part, x: part.linear(x.mul_(2)), _through),

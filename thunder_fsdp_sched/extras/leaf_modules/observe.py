@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from ...capture.module_members import OF_MODULES
 from ...errors import coded_error
 from ...ir.observation import Recorder
+from ...sharding.module_parameters import tensors_in_containers
 from .leaf import TENSOR, Leaf, Metadata, Nested
 
 
@@ -130,8 +131,12 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             return tensor.detach()  # with its node, a result would be in a reference cycle
 
         recorder = Recorder([*given_inputs, *parameters])
+        before = [] if is_fake else [tensor.detach().clone() for tensor in (*given_inputs, *parameters)]
         with saved_tensors_hooks(count, lambda tensor: tensor), recorder:
             result = leaf.call(given_inputs, parameters)
+        with torch.no_grad():  # no operator writes through an array of NumPy
+            after = zip((*given_inputs, *parameters), before, strict=False)
+            recorder.writes.update(number for number, pair in enumerate(after) if not _are_equal(*pair))
         for number in sorted(recorder.writes):  # through any alias, also one with a version of its own (`.data`)
             if number < len(given_inputs):
                 raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=number)
@@ -140,7 +145,8 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
                 raise coded_error(LeafError, "leaf.parameter-changed-in-place", title=leaf.title, name=name)
         _note(leaf, result, reads_data=not is_fake)
         outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-        leaf.shares_memory = len(inputs_memory.union(outputs_memory)) < len(inputs_memory) + len(outputs_memory)
+        known = inputs_memory.union(map(_memory_of, _state_of(leaf)))
+        leaf.shares_memory = len(known.union(outputs_memory)) < len(known) + len(outputs_memory)
         storages = [StorageWeakRef(t.untyped_storage()) for t in given_inputs]
         del given_inputs
         keeps = [*(not storage.expired() for storage in storages), *(key in saved for key in outputs_memory)]
@@ -155,6 +161,17 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             nbytes = sum(t.nbytes for t in (*inputs, *parameters))
             leaf.backward_bytes = leaf.forward_bytes + leaf.saved_bytes + nbytes
         leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout is not torch.strided or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _state_of(leaf: Leaf) -> Iterator[torch.Tensor]:
+    """Yield the buffers of a leaf, and the tensors among its other attributes."""
+    for module in leaf.modules:
+        yield from module.buffers()
+        yield from (tensor for _, tensor in tensors_in_containers(module))
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
