@@ -126,6 +126,8 @@ TRACED: Functions = {
     "targets of bytes": lambda y: (
         F.cross_entropy(y, TARGETS.clamp(0).byte()) * F.nll_loss(y, target=TARGETS.clamp(0).byte(), weight=WEIGHT)
     ),
+    "parts of nothing": lambda y: y * (len(y[:0].unbind(0)) + len(torch.unbind(y[:, :0], 1)) + 2),
+    "multinomial": lambda y: y * (torch.multinomial(y[:, :1].exp(), 1) + 2),  # of one category
     "linspace": lambda y: sum(
         y * torch.linspace(-1.3, y.shape[0], steps, dtype=y.dtype).cos().mean() for steps in (1, 2, 7)
     ),
@@ -190,6 +192,11 @@ except RuntimeError:  # torch 2.11 has no gradient for it
 
 ROW = torch.tensor([0])
 LEAVES: Functions = {
+    "fractional_max_pool2d": lambda y: F.fractional_max_pool2d(
+        y[None], 2, output_size=(2, 2), _random_samples=y.new_zeros(1, 1, 2)
+    ),
+    "multi_margin_loss": lambda y: F.multi_margin_loss(y, TARGETS.clamp(0), weight=WEIGHT),
+    "soft_margin_loss": lambda y: F.soft_margin_loss(y, y.detach().sign()),
     "grid_sample": lambda y: F.grid_sample(y[None, None], grid=y.new_zeros(1, 2, 2, 2), align_corners=False),
     "flip": lambda y: y.flip(0) + torch.flip(y, (0, 1)) * y,
     "heaviside": lambda y: torch.heaviside(y.detach(), y.new_ones(4)) * y,
@@ -311,11 +318,12 @@ def test_a_list_that_native_code_has_changed_is_not_unpacked_with_its_former_ite
     [
         lambda y: y.masked_select(y > 0),
         lambda y: y[(y > 0).nonzero()],
+        lambda y: F.cross_entropy(y.view(2, 2, 2, 2), torch.zeros(2, 2, 2, dtype=torch.uint8)),
         lambda y: y @ y[:3],
         lambda y: torch.flip(y, (7,)),
         lambda y: y.chunk(2, dims=1)[0],
     ],
-    ids=["masked_select", "nonzero", "a mistake", "a mistake in a leaf", "a mistake in a replaced function"],
+    ids=["masked_select", "nonzero", "bytes", "a mistake", "a mistake in a leaf", "a mistake in a replaced function"],
 )
 def test_errors_stay_if_a_function_cannot_run_so(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with warnings.catch_warnings(), pytest.raises((NotImplementedError, RuntimeError, IndexError, TypeError)):

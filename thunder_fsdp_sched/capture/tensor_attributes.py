@@ -23,6 +23,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, ProxyTag, StringProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from ..ir.gradients import RETURNING_CONSTANTS
 from ..ir.inspection import nested
 from .refusals import refusal
 
@@ -111,7 +112,7 @@ def requires_grad(tensor: TensorProxy) -> bool | None:
     """Return whether torch would record the operators of a traced tensor for backward; ``None`` if it is not known."""
     traced = list(nested(_traced()))
     made_by = {out.name: bsym for bsym in traced if not bsym.subsymbols for out in bsym.flat_proxy_outs}
-    for out in (out for bsym in traced if bsym.sym.name == "detach" for out in bsym.flat_proxy_outs):
+    for out in (out for bsym in traced if bsym.sym.name in RETURNING_CONSTANTS for out in bsym.flat_proxy_outs):
         made_by.pop(out.name, None)
     todo, seen = [tensor], set[str]()
     while todo:

@@ -79,7 +79,8 @@ def _copied(value: Any) -> Any:
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
-def _needs_gradient(value: Any) -> bool:
+def needs_gradient(value: Any) -> bool:
+    """Return whether a value is a tensor that may need a gradient."""
     from .tensor_attributes import requires_grad
 
     return isinstance(value, TensorProxy) and requires_grad(value) is not False
@@ -171,7 +172,7 @@ def call_or_run_as_it_is(
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)
     is_wrong |= _has_tensor_by_keyword(function, kwargs)
-    if wrong or name in _WITHOUT_RULE or (is_wrong and any(map(_needs_gradient, values))):
+    if wrong or name in _WITHOUT_RULE or (is_wrong and any(map(needs_gradient, values))):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
         undo()
@@ -190,7 +191,10 @@ def call_or_run_as_it_is(
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_RULE = frozenset({"flip", "heaviside", "imag", "index_add", "lerp", "minimum", "real", "remainder"})
+_WITHOUT_RULE = frozenset(
+    ("flip", "fractional_max_pool2d", "fractional_max_pool3d", "heaviside", "imag", "index_add", "lerp", "minimum")
+    + ("multi_margin_loss", "real", "remainder", "soft_margin_loss")
+)
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
 
 _IN_PLACE_WITHOUT_RULE = frozenset(f"{name}_" for name in _WITHOUT_RULE if hasattr(torch.Tensor, f"{name}_"))

@@ -75,7 +75,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of ``chunk`` or ``unbind`` is right, and has results, not empty, of a size that is no proxy."""
+    """Return whether a call of ``chunk`` or ``unbind`` is right, and has results of a size that is no proxy."""
     try:
         bound = inspect.signature(function).bind(
             *map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()}
@@ -89,7 +89,7 @@ def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     ):
         return False
     size = shape_of(tensor)[dim]
-    return type(size) is int and size > 0 and all(number > 1 for number in chunks)
+    return type(size) is int and (size > 0 or not chunks) and all(number > 1 for number in chunks)
 
 
 # The gradient of split is one concatenation. For these Thunder takes slices, of which each pads its gradient to the size of
@@ -101,7 +101,7 @@ def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor,
 
 
 def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    return tuple([part.squeeze(dim) for part in torch.split(input, 1, dim)])
+    return tuple([part.squeeze(dim) for part in torch.split(input, 1, dim)]) if input.shape[dim] else ()
 
 
 _PARTS: dict[str, Callable[..., Any]] = {"chunk": chunk, "unbind": unbind}
@@ -185,6 +185,8 @@ def nll_loss(
 def with_long_target(
     function: Callable[..., torch.Tensor], input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
+    if input.dim() > 2:
+        raise RuntimeError("expected scalar type Long but found Byte")  # as torch does
     return function(input, target.long(), *args, **kwargs)  # Thunder indexes by it, and torch takes bytes for a mask
 
 

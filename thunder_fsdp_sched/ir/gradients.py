@@ -19,9 +19,9 @@ from thunder.core.trace import TraceCtx
 
 from .inspection import args_of, defined_by, python_type_of
 
-_RETURNING_CONSTANTS = frozenset({
-    "detach", "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros",
-    "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+RETURNING_CONSTANTS = frozenset({
+    "detach", "empty_like", "full_like", "multinomial", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_tensor", "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
 })  # fmt: skip
 """Names of operators whose results require no gradient in torch, whatever they read."""
 
@@ -60,7 +60,7 @@ def has_complex(values: Iterable[Any]) -> bool:
 def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:
     """Tag what operators such as ``detach`` return as constants. Adds nothing but tags; see [Note: Constants]."""
     for bsym in bsyms:
-        if bsym.sym.name in _RETURNING_CONSTANTS:
+        if bsym.sym.name in RETURNING_CONSTANTS:
             for out in defined_by(bsym):
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 

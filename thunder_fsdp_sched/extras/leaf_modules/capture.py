@@ -33,6 +33,7 @@ from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
 from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths, key_of
 from ...capture.refusals import refusal
+from ...capture.torch_functions import needs_gradient
 from ...errors import coded_error
 from ...ir.inspection import nested
 from ...private_assignments import modified_members
@@ -209,9 +210,11 @@ def _leaf_of(
     for value in flat:
         if not (_is_tensor(value) or is_plain(value)):
             raise coded_error(TypeError, "leaf.argument-of-other-type", leaf=what, got=type(value).__name__)
-    inputs = [_metadata(value) for value in flat if _is_tensor(value)]
-    for number, argument in examples.items():
-        if not argument.requires_grad:
+    tensors = [value for value in flat if _is_tensor(value)]
+    inputs = list(map(_metadata, tensors))
+    for number, tensor in enumerate(tensors):
+        is_argument, is_function = number in examples, not isinstance(function, torch.nn.Module)
+        if (is_argument and not examples[number].requires_grad) or (is_function and not needs_gradient(tensor)):
             inputs[number] = inputs[number]._replace(differentiable=False)
     arguments = Nested(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)
     autocasts = [
