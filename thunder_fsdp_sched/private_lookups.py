@@ -106,7 +106,7 @@ def find_attribute(source: WrappedValue, name: WrappedValue) -> WrappedValue | N
     """Return an attribute, wrapped, if it is found without running code in Python; ``None`` otherwise."""
     plain, key = source.value, name.value
     kind = type(plain)
-    if isinstance(plain, Proxy) or type(key) is not str:
+    if isinstance(plain, Proxy) or type(key) is not str or type(kind.__getattribute__) is FunctionType:
         return None
     if key in MODULE_MEMBER_DICT_ATTRS and isinstance(plain, torch.nn.Module):
         return None  # Thunder marks these
@@ -227,9 +227,18 @@ def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: Wrap
 
 
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    """Choose the operator of a tensor, which returns a tensor or raises an error, whatever the other operand is."""
-    method = getattr(TensorProxy, args[2].value, None) if type(args[0].value) is TensorProxy else None
-    return None if method is None else lambda tensor, other, *_: call_interpreted(method, tensor, other)
+    """Choose the operator of a tensor, or that of an object on its right, such as ``__rmul__``, for which torch returns."""
+    other, name = args[1].value, args[2].value
+    method = getattr(TensorProxy, name, None) if type(args[0].value) is TensorProxy else None
+    if method is None:
+        return None
+    is_in_place = name.startswith("__i")
+    reflected = getattr(type(other), f"__r{name[2 + is_in_place :]}", None)
+    if isinstance(reflected, FunctionType) and not isinstance(other, Proxy | torch.Tensor):
+        if is_in_place:
+            return lambda *_: wrap_const(NotImplemented)
+        return lambda tensor, other, *_: call_interpreted(reflected, other, tensor)
+    return lambda tensor, other, *_: call_interpreted(method, tensor, other)
 
 
 def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:

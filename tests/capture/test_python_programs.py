@@ -14,6 +14,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 
 import torch
 from beside import AppliedEach, Beside
+from models import Calling
 from ranks import on_ranks
 from torch import nn
 
@@ -182,6 +183,7 @@ def generators() -> float:
         found += [5.0]
     found += [*catches(found), next(closed), next(thrown), thrown.throw(ValueError)]
     closed.close()
+    thrown.close()
     try:
         found += [*stops()]
     except RuntimeError:
@@ -193,7 +195,56 @@ def generators() -> float:
     return mixed(found)
 
 
-PROGRAMS: dict[str, Callable[[torch.Tensor], float]] = {
+def contexts() -> float:
+    try:
+        try:
+            raise ValueError
+        except ValueError as first:
+            handled = first
+            raise KeyError from first
+    except KeyError as second:
+        found = [second.__context__ is handled, second.__cause__ is handled]
+    try:
+        try:
+            raise ValueError
+        finally:
+            {}["missing"]
+    except KeyError as second:
+        return mixed([*found, isinstance(second.__context__, ValueError)])
+
+
+def arguments_of_iterables() -> float:
+    def collect(*values: float, **named: float) -> float:
+        return mixed([*values, *named.values()])
+
+    last = {"last": 6.0}
+    found = [collect(*(v for v in (2.0, 3.0))), collect(*map(float, "45"), **last), max(*{7.0: "a", 8.0: "b"})]
+    return mixed([*found, collect(*range(3))])
+
+
+class Reflected:
+    """Takes the operators that tensors leave to it."""
+
+    def __radd__(self, other: torch.Tensor) -> torch.Tensor:
+        return other + 3
+
+    def __rmatmul__(self, other: torch.Tensor) -> torch.Tensor:
+        return other * 5
+
+
+def reflected_operators(y: torch.Tensor) -> Any:
+    changed = y * 2
+    changed += Reflected()
+    return (y + Reflected()) * (y @ Reflected()) + changed
+
+
+PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "contexts of exceptions": lambda y: contexts(),
+    "arguments of iterables": lambda y: arguments_of_iterables(),
+    "operators of the other operand": reflected_operators,
+    "a class that is made": lambda y: (
+        type("Made", (Changing,), {"extra": 3.0})(4.0).more * type("Made", (), {"a": 2.0}).a
+    ),
     "attributes that change": lambda y: changed_attributes(),
     "own methods for attributes": lambda y: own_attribute_methods(),
     "attributes of a class that change": lambda y: class_attributes(),
@@ -218,3 +269,11 @@ def test_programs_compute_what_python_computes() -> None:
     both.check_each(PROGRAMS, x * 2)
     with both.model.no_sync():
         torch.testing.assert_close(both.model(-x), both.module(-x))
+
+
+def test_sums_take_the_items_of_modules(one_rank: None) -> None:
+    scales = nn.ParameterList([torch.full((2,), value) for value in (2.0, 3.0)])
+    Beside(
+        Calling(lambda self, x: self.linear(x) * sum(self.scales, 1.0), linear=nn.Linear(2, 2), scales=scales),
+        leaf_modules=(),
+    ).check(torch.ones(3, 2))

@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 
@@ -322,8 +322,53 @@ def _unpack_number(y: torch.Tensor) -> torch.Tensor:
     return y * a * b
 
 
+class _Tripling:
+    """Returns another value of an attribute than it stores."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return value * 3 if name == "scale" else value
+
+
+def _leaves_generator(y: torch.Tensor) -> torch.Tensor:
+    ended: list[float] = []
+
+    def numbers() -> Any:
+        try:
+            yield from (2.0, 3.0)
+        finally:
+            ended.append(5.0)
+
+    for number in numbers():
+        y = y * number
+        break
+    return y * sum(ended)
+
+
+def _with_hooks_of_saved(y: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 2, lambda tensor: tensor):
+        return y.exp()
+
+
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class _Summed(_Pair):
+    def total(self) -> torch.Tensor:
+        return self.first + self.second
+
+
 TOKENS, WEIGHT = torch.zeros(2, 2, dtype=torch.long), torch.ones(3, 2)
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "own look-up": (lambda y: y * _Tripling().scale, r"'scale' of a _Tripling.*Define a property"),
+    "left generator": (_leaves_generator, r"leaves a generator in a try.*call close\(\)"),
+    "hooks of saved tensors": (_with_hooks_of_saved, r"hooks of saved tensors.*max_memory"),
+    "derived named tuple": (lambda y: _Summed(y, y).total(), r"subclassed named tuple.*Add methods to a dataclass"),
     "sparse": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], sparse=True), r"sparse=True.*Pass sparse=False"),
     "max_norm": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], max_norm=1.0), r"max_norm.*Leave max_norm out"),
     "needs_input_grad": (lambda y: _NeedsInputGrad.apply(y), r"attribute of ctx\. Save what backward needs"),
@@ -453,6 +498,7 @@ TRUE_OF_A_FLOAT_MATRIX: dict[str, Callable[[torch.Tensor], bool]] = {
     "layout": lambda y: y.layout is torch.strided and not y.is_sparse,
     "requires_grad": lambda y: y.requires_grad and not y.detach().requires_grad and not y.long().requires_grad,
     "requires_grad of views": lambda y: y.t()[0].requires_grad and not torch.zeros_like(y).requires_grad,
+    "requires_grad of a new tensor": lambda y: not y.new_zeros(2).requires_grad,
     "is": lambda y: y is y and y.t() is not y and y * 1 is not y,
     "made on it": lambda y: torch.zeros(2, dtype=y.dtype, device=y.device).dtype == y.to(torch.device("cpu")).dtype,
 }

@@ -31,6 +31,21 @@ def match_class(inst: Any, stack: Any) -> Any:
     return None
 
 
+def list_arguments(inst: Any, stack: Any) -> Any:
+    """Make a list of the iterable in ``f(*iterable)``, because Thunder takes no other; return the signal of an exception."""
+    index = -1 - (inst.arg & 1)  # before it, those by keyword
+    found = call_interpreted(_listed, stack.getitem_wrapped(index))
+    if isinstance(found, INTERPRETER_SIGNALS):
+        return found
+    with stack.set_cur_instruction(inst):
+        stack[index] = found
+    return None
+
+
+def _listed(values: Iterable[Any]) -> list[Any]:
+    return [*values]
+
+
 def _match_class(subject: Any, kind: type, count: int, names: tuple[str, ...]) -> tuple[Any, ...] | None:
     if not isinstance(subject, kind):
         return None
@@ -74,6 +89,12 @@ def _extreme(choose: Callable[..., Any], *values: Any, key: Callable[[Any], Any]
 
 
 builtin_max, builtin_min = partial(_extreme, max), partial(_extreme, min)
+
+
+def builtin_sum(values: Iterable[Any], /, start: Any = 0) -> Any:
+    for value in values:
+        start = start + value
+    return start
 
 
 def list_insert(values: list[Any], index: int, value: Any, /) -> None:

@@ -113,6 +113,8 @@ def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return hasattr(type(args[0].value), "__missing__")
     if function is reversed:
         return not isinstance(args[0].value, tuple) and not hasattr(type(args[0].value), "__reversed__")
+    if function is sum:
+        return bool(args) and isinstance(getattr(type(args[0].value), "__iter__", None), FunctionType)
     return len(args) == 2 if function is iter else function is not zip or not args
 
 
@@ -127,7 +129,7 @@ _METHODS = {
 _REPLACED = {
     **{
         id(function): f"builtin_{function.__name__}"
-        for function in (filter, iter, map, max, min, reversed, sorted, sys.exc_info, zip)
+        for function in (filter, iter, map, max, min, reversed, sorted, sum, sys.exc_info, zip)
     },
     **{
         id(getattr(kind, name)): f"{group}_{name.strip('_')}"

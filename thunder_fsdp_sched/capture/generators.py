@@ -33,13 +33,15 @@ class _Thrown:
         self.error = error
 
 
-def interpret(run: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
+def interpret(suspended: dict[int, tuple[Any, str]], run: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
     """Interpret an instruction of a generator.
 
     Args:
+        suspended: gets the frames of generators that wait in a block, by their identities, with the line.
         run: does it as Thunder does.
     """
     stack, frame = state["stack"], state["frame"]
+    suspended.pop(id(frame), None)
     top = unwrap(stack.getitem_wrapped(-1)) if len(stack) else None
     if isinstance(top, _Thrown) and not _delegates(top, inst, stack):
         stack.pop_wrapped()
@@ -53,6 +55,8 @@ def interpret(run: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
         frame.inst_ptr = -1  # which no handler covers
         return do_raise(StopIteration(value))
     result = run(inst, **state)
+    if result is INTERPRETER_SIGNALS.YIELD_VALUE and _is_in_block(frame):
+        suspended[id(frame)] = frame, f"{frame.code.co_filename}:{frame.positions.lineno}"
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED and is_of_program(frame.code.co_filename):
         error = get_interpreterruntimectx().curexc
         if isinstance(error, StopIteration) and not _handles(frame):
@@ -72,10 +76,21 @@ def _delegates(thrown: _Thrown, inst: Any, stack: Any) -> bool:
     return is_before or inst.opname == "JUMP_BACKWARD_NO_INTERRUPT"
 
 
+def _handlers(frame: Any) -> list[int]:
+    """Return where handlers of an exception of the current instruction begin, from Python 3.11 on."""
+    entries = getattr(dis.Bytecode(frame.code), "exception_entries", ())
+    return [entry.target for entry in entries if entry.start <= 2 * frame.inst_ptr < entry.end]
+
+
 def _handles(frame: Any) -> bool:
     """Return whether an exception of the current instruction has a handler. From Python 3.12 each one in a generator has."""
-    entries = getattr(dis.Bytecode(frame.code), "exception_entries", ())  # from Python 3.11
-    return bool(frame.try_stack) or any(entry.start <= 2 * frame.inst_ptr < entry.end for entry in entries)
+    return bool(frame.try_stack or _handlers(frame))
+
+
+def _is_in_block(frame: Any) -> bool:
+    """Return whether the current instruction is in a ``try`` or ``with`` statement of the program."""
+    own = {inst.offset for inst in dis.get_instructions(frame.code) if inst.opname != "CALL_INTRINSIC_1"}
+    return bool(frame.try_stack or own.intersection(_handlers(frame)))
 
 
 def _is_suspended(generator: Any) -> bool:

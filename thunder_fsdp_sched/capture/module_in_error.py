@@ -14,12 +14,10 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import get_interpreterruntimectx
 
 from ..errors import code_of
-from ..ir.inspection import is_library
 from .leaves import pattern_of
 from .refusals import AS_TENSORS, is_of_program, refusal
 from .unsupported import OWN_BACKWARD
 
-_THIS_FOLDER = Path(__file__).parent
 _THUNDER = Path(thunder.__file__).parent
 _BY_TEXT = (
     (
@@ -36,6 +34,10 @@ _BY_TEXT = (
         r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"
         r"|boolean advanced indexing|torch\.(allclose|nonzero|unique)\b|'?NoneType'?|value=None|_Unknown(Integer|Float)",
         f"The value or the shape of the result is known only when the trace runs. {AS_TENSORS}",
+    ),
+    (
+        r"likely a subclassed named tuple",
+        "Add methods to a dataclass instead, or make functions of them",
     ),
     (
         r"generator is not None",
@@ -65,7 +67,7 @@ def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
     name = next(names, "a module that is not registered")
     dtypes = [f"{n} {str(p.dtype).removeprefix('torch.')}" for n, p in module.named_parameters(recurse=False)]
     files = [(line.filename, line.lineno) for line in traceback.extract_tb(error.__traceback__)]
-    lines = [f"{file}:{number}" for file, number in files if Path(file).parent != _THIS_FOLDER and not is_library(file)]
+    lines = [f"{file}:{number}" for file, number in files if is_of_program(file)]
     note = f"fsdp: while tracing {name}, {type(module).__name__}"
     note += f" ({', '.join(dtypes)})" * bool(dtypes) + "".join(f", at {line}" for line in lines[-1:])
     if instead := _remedy(error):

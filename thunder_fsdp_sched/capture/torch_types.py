@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from thunder.core.interpreter import ProvenanceRecord, WrappedValue, unwrap, wrap_const
+from thunder.core.interpreter import ProvenanceRecord, WrappedValue, interpreter_needs_wrap, unwrap, wrap_const
 from thunder.core.proxies import TensorProxy
 
 from ..private_interpreter import call_interpreted
@@ -22,11 +22,13 @@ def look_aside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | Non
     """Return what to call in place of a function that returns a property of a tensor.
 
     Args:
-        function: ``getattr``, ``hasattr``, ``type`` or ``torch.device``; others are left alone.
+        function: ``getattr``, ``hasattr``, ``type``, also to make a class, or ``torch.device``; others are left alone.
         args: the wrapped arguments.
     """
     if function is getattr and type(args[0].value) is tuple and args[1].value == "numel":  # of a shape, or a part of it
         return lambda shape, _: wrap_const(functools.partial(math.prod, shape.value))
+    if function is type and len(args) > 1:
+        return interpreter_needs_wrap(type)
     if function is not torch.device and (
         function not in (getattr, hasattr, type) or not isinstance(args[0].value, TensorProxy)
     ):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from torch import nn
 
 from .refusals import refusal
@@ -111,7 +111,38 @@ def _assigned_part(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImpleme
     )
 
 
+def _own_lookup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    """Return the error for an attribute for which a class of its own accord gives another value than the stored one."""
+    owner, name = unwrap(args[0]), unwrap(args[1])
+    kind = type(owner)
+    if not isinstance(kind.__getattribute__, FunctionType) or isinstance(owner, Proxy):
+        return None
+    stored, own = (_value_or_none(look_up, owner, name) for look_up in (object.__getattribute__, getattr))
+    if stored is None or own is stored or (not isinstance(own, torch.Tensor) and own == stored):
+        return None
+    return refusal(
+        f"forward reads {name!r} of a {kind.__name__}, whose __getattribute__ Thunder does not call",
+        "Define a property, or __getattr__ for attributes that are not stored",
+    )
+
+
+def _value_or_none(look_up: Callable[[Any, str], Any], owner: Any, name: str) -> Any:
+    try:
+        return look_up(owner, name)
+    except AttributeError:
+        return None
+
+
+def _saved_tensors_hooks(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError:
+    return refusal(
+        f"forward registers hooks of saved tensors ({type(unwrap(args[0])).__name__}), which do not run in a trace",
+        "Leave them out (fsdp(max_memory=...) and torch.utils.checkpoint save memory, too)",
+    )
+
+
 _RULES: dict[int, _RULE] = {
+    id(getattr): _own_lookup,
+    id(torch.autograd.graph.saved_tensors_hooks.__enter__): _saved_tensors_hooks,
     id(object.__setattr__): _assigned_part,
     id(torch.tensor): _tensor,
     id(nn.Parameter.__new__): _parameter,
