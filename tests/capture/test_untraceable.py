@@ -363,9 +363,16 @@ class _Summed(_Pair):
         return self.first + self.second
 
 
+def _writes_a_view(y: torch.Tensor) -> torch.Tensor:
+    written = torch.zeros(2, 2)
+    written.t()[0].add_(y[0])
+    return y if written.requires_grad else -y
+
+
 TOKENS, WEIGHT = torch.zeros(2, 2, dtype=torch.long), torch.ones(3, 2)
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "own look-up": (lambda y: y * _Tripling().scale, r"'scale' of a _Tripling.*Define a property"),
+    "requires_grad of what is written": (_writes_a_view, r"asks for requires_grad.*torch\.is_grad_enabled"),
     "left generator": (_leaves_generator, r"leaves a generator in a try.*call close\(\)"),
     "hooks of saved tensors": (_with_hooks_of_saved, r"hooks of saved tensors.*max_memory"),
     "derived named tuple": (lambda y: _Summed(y, y).total(), r"subclassed named tuple.*Add methods to a dataclass"),
@@ -499,6 +506,7 @@ TRUE_OF_A_FLOAT_MATRIX: dict[str, Callable[[torch.Tensor], bool]] = {
     "requires_grad": lambda y: y.requires_grad and not y.detach().requires_grad and not y.long().requires_grad,
     "requires_grad of views": lambda y: y.t()[0].requires_grad and not torch.zeros_like(y).requires_grad,
     "requires_grad of a new tensor": lambda y: not y.new_zeros(2).requires_grad,
+    "requires_grad beside a write": lambda y: (y * 2).add_(1).requires_grad and not torch.ones(2).requires_grad,
     "is": lambda y: y is y and y.t() is not y and y * 1 is not y,
     "made on it": lambda y: torch.zeros(2, dtype=y.dtype, device=y.device).dtype == y.to(torch.device("cpu")).dtype,
 }

@@ -10,7 +10,7 @@ the interpreter interprets as well, go on with Thunder's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,18 +114,25 @@ def requires_grad(tensor: TensorProxy) -> bool | None:
     made_by = {out.name: bsym for bsym in traced if not bsym.subsymbols for out in bsym.flat_proxy_outs}
     for out in (out for bsym in traced if bsym.sym.name in RETURNING_CONSTANTS for out in bsym.flat_proxy_outs):
         made_by.pop(out.name, None)
-    todo, seen = [tensor], set[str]()
+    read = _recorded([tensor], made_by)
+    if any(proxy.requires_grad for proxy in read.values()):
+        return True
+    written = [bsym.args[1] for bsym in made_by.values() if bsym.sym.id is PrimIDs.COPY_]
+    return False if read.keys().isdisjoint(_recorded(written, made_by)) else None
+
+
+def _recorded(tensors: Iterable[TensorProxy], made_by: Mapping[str, BoundSymbol]) -> dict[str, TensorProxy]:
+    """Return tensors, and those from which torch would record that they are computed, by name."""
+    todo, found = list(tensors), dict[str, TensorProxy]()
     while todo:
         proxy = todo.pop()
-        if proxy.name in seen or not isinstance(proxy, TensorProxy):
+        if proxy.name in found or not isinstance(proxy, TensorProxy):
             continue
-        seen.add(proxy.name)
-        if proxy.requires_grad:
-            return True
+        found[proxy.name] = proxy
         is_recorded = is_inexact_dtype(proxy.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in proxy.tags
         if is_recorded and proxy.name in made_by:
             todo.extend(made_by[proxy.name].flat_proxy_args)
-    return None if any(bsym.sym.id is PrimIDs.COPY_ for bsym in made_by.values()) else False
+    return found
 
 
 def _is_unknown(tensor: WrappedValue, name: Any) -> bool:
