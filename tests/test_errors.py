@@ -237,6 +237,9 @@ def test_wrapping_a_sharded_module_is_refused_at_once(one_rank: None) -> None:
     for call in (compiled, torch.compile(lambda x: model(x).sum(), backend="eager")):
         with pytest.raises(RuntimeError, check=coded("module.called-under-torch-compile", "a jitted module")):
             call(inputs)
+    for call in (torch.func.vmap(model), torch.func.grad(lambda x: model(x).sum()), torch.func.jacrev(model)):
+        with pytest.raises(RuntimeError, check=coded("module.called-under-torch-func")):
+            call(inputs)
     model(inputs).sum().backward()
 
 

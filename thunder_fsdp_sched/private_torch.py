@@ -338,6 +338,11 @@ def compiled_function(function: Any) -> Callable[..., Any] | None:
     return getattr(function, "_torchdynamo_orig_callable", None)
 
 
+def is_under_functorch() -> bool:
+    """Return whether a transform of ``torch.func`` runs the caller."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_under_dynamo() -> bool:
     """Return whether the calling thread runs what ``torch.compile`` compiles."""
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())

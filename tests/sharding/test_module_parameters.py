@@ -258,12 +258,12 @@ def test_code_that_takes_rows_for_unsharded_parameters_is_refused() -> None:
 
     # Conversions to another dtype are refused on a cache hit.
     module.last.bfloat16()
-    for batch in (X, torch.ones(3, 4)):
+    for use in (lambda: model(X), lambda: model(torch.ones(3, 4)), model.state_dict):
         with pytest.raises(
             RuntimeError,
             check=coded("module.converted-after-sharding", "last.weight", "float32", "bfloat16", "mp_policy"),
         ):
-            model(batch)
+            use()
     module.last.float()
     with pytest.raises(RuntimeError, check=coded("parameter.outside-shard-buffer", "last.weight")):
         model(X)

@@ -346,6 +346,16 @@ def test_an_ignored_parameter_may_be_written(name: str) -> None:
         torch.testing.assert_close(both.model.get_parameter("part.other.weight"), both.module.part.other.weight)
 
 
+def test_an_ignored_parameter_keeps_its_memory() -> None:
+    def part(part: Any, x: torch.Tensor) -> torch.Tensor:
+        _assign(part.other.weight)
+        return part.linear(x) + part.other(x).detach()
+
+    both = _beside((part, _through), init=Init(ignored_params=["part.other.weight"]))
+    with pytest.raises(RuntimeError, check=coded("leaf.ignored-parameter-replaced", "other.weight", "copy_")):
+        both.model(X)
+
+
 def test_a_module_that_writes_a_parameter_does_not_become_a_leaf() -> None:
     case = lambda part, x: part.linear(x) + WRITES["through data"](part.linear.weight).sum(), _through
     with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "data")) as raised:

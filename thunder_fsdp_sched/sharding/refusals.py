@@ -24,6 +24,7 @@ from ..private_torch import (
     find_backward_hooks,
     has_old_backward_hooks,
     is_under_dynamo,
+    is_under_functorch,
     memory_of,
     refuse_composable,
 )
@@ -196,6 +197,16 @@ def refuse_compilation(what: str, fix: str) -> None:
     """
     if is_under_dynamo():
         raise coded_error(RuntimeError, "module.called-under-torch-compile", what=what, fix=fix)
+
+
+def refuse_function_transforms() -> None:
+    """Raise an error if a transform of ``torch.func`` calls the model.
+
+    Raises:
+        RuntimeError: says what to do instead.
+    """
+    if is_under_functorch():
+        raise coded_error(RuntimeError, "module.called-under-torch-func")
 
 
 def refuse_nested() -> None:

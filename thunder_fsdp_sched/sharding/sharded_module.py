@@ -43,6 +43,7 @@ from .refusals import (
     refuse_backward_hooks,
     refuse_compilation,
     refuse_conflicts,
+    refuse_function_transforms,
     refuse_nested,
     refuse_old_backward_hooks,
 )
@@ -156,6 +157,7 @@ class ShardedModule:
             begin_work()
             refuse_nested()
             refuse_compilation("a jitted module", "thunder.jit compiles it already, so leave torch.compile out")
+            refuse_function_transforms()
             if self.running_eagerly:
                 raise coded_error(RuntimeError, "step.compiled-call-inside-eager")
             self._is_starting = self.control.agrees_in_steps

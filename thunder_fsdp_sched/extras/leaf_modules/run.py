@@ -191,7 +191,9 @@ class _LeafCall:
         """Check that no parameter has other memory than before (``weight.data = other``), which would be lost."""
         for number, (parameter, own) in enumerate(zip(parameters, self.alive, strict=True)):
             if StorageWeakRef(parameter.untyped_storage()) != own:
-                self.leaf.fail("leaf.parameter-changed-in-place", name=self.leaf.name_of(number))
+                if number in self.leaf.sharded:
+                    self.leaf.fail("leaf.parameter-changed-in-place", name=self.leaf.name_of(number))
+                self.leaf.fail("leaf.ignored-parameter-replaced", name=self.leaf.name_of(number))
 
     def check(self) -> None:
         """Check that nothing was changed in place or is kept that the schedule knows nothing of."""

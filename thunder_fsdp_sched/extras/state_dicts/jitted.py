@@ -96,8 +96,10 @@ class JittedState:
 
         Raises:
             NotImplementedError: another transform has created parameters or buffers.
+            RuntimeError: a parameter was converted or moved after it was sharded.
             ValueError: ``keep_vars`` is set, or ranks have different parameters under one name.
         """
+        self._sharded.module_params.check_shards()
         return self._module().state_dict(**kwargs)
 
     def original_state_dict(
