@@ -323,6 +323,10 @@ COMPILED = Scenario(lambda: Model(_compiled, lambda: torch.compile(Mlp(), backen
 def test_compiled_submodules_run_as_they_are_compiled() -> None:
     run = COMPILED.run()
     assert sorted(run.transform.sharded.leaves.values()) == ["blocks.0.part", "blocks.1.part"]
+    x = torch.randn(2, 3, SIZE, dtype=torch.float64)
+    with torch.no_grad(), tfs.eager(run.model) as module:
+        output = module(x)
+    torch.testing.assert_close(output, run.model(x))
 
 
 def test_without_leaves_what_cannot_be_traced_is_an_error_that_names_the_option(one_rank: None) -> None:

@@ -39,6 +39,7 @@ from ...runtime.memory import InFlight, extent
 from ...runtime.ops import all_gather, wait_params
 from ...sharding.casts import attach_casts
 from ...sharding.module_parameters import Entry
+from ...sharding.refusals import is_compiled
 from ...sharding.sharded_module import find_jitted
 
 
@@ -93,7 +94,7 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     stays unsharded until the end. So does a bucket once a parameter of it is used while its module is not called, as in
     ``F.linear(x, self.embedding.weight)``. Dtypes are those of the compiled model. Each gather reads the current shards.
     Buffers are those of the model, so running statistics are updated; writes to a parameter are lost. Other transforms of
-    the model have no effect here.
+    the model have no effect here, and functions of ``torch.compile`` run uncompiled if the model has compiled submodules.
 
     All ranks must call the module the same number of times: a rank whose sequences have finished keeps calling until
     the slowest rank is done. This is checked before each gather and at the end.
@@ -129,6 +130,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
     stay = inside.pop(module, [])
     with torch.no_grad(), contextlib.ExitStack() as undo:
+        if any(map(is_compiled, module.modules())):  # Dynamo would trace the hooks that gather
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
         sharded.running_eagerly = True
         undo.callback(setattr, sharded, "running_eagerly", False)
         params.replace_shards(params.placeholders)
