@@ -172,7 +172,7 @@ def _outputs(self: Any, x: torch.Tensor) -> dict[str, Any]:
 
 
 @on_ranks(2)
-def test_create_graph_is_refused() -> None:
+def test_create_graph_and_checks_of_nan_are_refused() -> None:
     model = thunder.jit(Calling(_outputs, linear=nn.Linear(3, 4)).double(), transforms=[fsdp()])
     x = _batch(0).requires_grad_()
 
@@ -188,10 +188,16 @@ def test_create_graph_is_refused() -> None:
             loss_of(model(x)).backward(create_graph=True)
     with pytest.raises(NotImplementedError, check=coded("gradient.create-graph-unsupported")):
         torch.autograd.functional.hessian(lambda x: loss_of(of(model(x))), x)
+    with (
+        torch.autograd.detect_anomaly(),
+        pytest.raises(NotImplementedError, check=coded("gradient.anomaly-check-of-nan", "check_nan=False")),
+    ):
+        loss_of(of(model(x))).backward()
     assert x.grad is None and all(param.grad is None for param in model.parameters())
     out = model(x)
     torch.autograd.grad(out["x"].square().sum(), x, create_graph=True)  # nothing of the model is in its graph
-    loss_of(of(out)).backward()
+    with torch.autograd.detect_anomaly(check_nan=False):
+        loss_of(of(out)).backward()
     assert x.grad is not None and all(param.grad is not None for param in model.parameters())
 
 

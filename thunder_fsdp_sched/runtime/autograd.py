@@ -156,6 +156,8 @@ def guard_backward(
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:
     if torch.is_grad_enabled():
         raise coded_error(NotImplementedError, "gradient.create-graph-unsupported")
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise coded_error(NotImplementedError, "gradient.anomaly-check-of-nan")
     for leaf, node in leaves:
         if _is_sharded(leaf) and accumulates(node) is None:
             raise coded_error(RuntimeError, "gradient.autograd-grad-under-no-sync", parameter=leaf.rows.label)
