@@ -10,22 +10,20 @@ from hypothesis import strategies as st
 from internals import (
     BEFORE_TRACE,
     Analysis,
-    Bucket,
     args_of,
     facts_of,
     fsdp_all_gather,
     fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
     outs_of,
+    sort_communication,
     symbol_named,
+    write_grads_in_place,
 )
-from synthetic_traces import make_buckets, tensor
-from thunder.core import dtypes, prims
+from random_traces import LIMITS, traces
+from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import OperatorExecutor
 
 executor = OperatorExecutor("liveness_test")
@@ -41,64 +39,27 @@ unknown = executor.register_operator("unknown", meta=lambda a, b: TensorProxy(li
 
 @st.composite
 def bound_symbols(draw: st.DrawFn) -> list[BoundSymbol]:
-    """Compute that reads any earlier values, views of views among it; gathers, reductions, and gradients in place."""
-    buckets = make_buckets(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    trace = TraceCtx()
-    with tracectx(trace):
-        condition = tensor(dtype=dtypes.bool8)
-        values = [tensor(), tensor()]
-        waited = [fsdp_wait_params(b, fsdp_all_gather(b, None, *(tensor() for _ in b.spec.params))) for b in buckets]
-        issued = list(zip(trace.bound_symbols[::2], trace.bound_symbols[1::2], strict=True))
-        trace.bound_symbols.clear()
-
-        def pick() -> TensorProxy:
-            return values[draw(st.integers(0, len(values) - 1))]
-
-        pending: list[tuple[Bucket, TensorProxy]] = []
-        sharded: list[TensorProxy] = []  # of another shape
-        for step in draw(st.lists(st.sampled_from("gwnntttumrd"), min_size=1, max_size=30)):
-            if step in "gw" and issued:
-                gather, wait = issued[0]
-                trace.bound_symbols.append(gather if gather not in trace.bound_symbols else wait)
-                if trace.bound_symbols[-1] is wait:
-                    values += waited[len(waited) - len(issued)]
-                    del issued[0]
-            elif step == "n":
-                values.append(prims.where(condition, pick(), pick()))
-            elif step == "t":
-                values.append(prims.transpose(pick(), (1, 0)))
-            elif step == "u":
-                values.append(unknown(pick(), pick()))
-            elif step == "m":
-                bucket = draw(st.sampled_from(buckets))
-                grads = [
-                    fsdp_matmul_into(bucket, None, i, pick(), pick()) if draw(st.booleans()) else pick()
-                    for i in range(len(bucket.spec.params))
-                ]
-                values.append(prims.neg(pick()))
-                pending.append((bucket, fsdp_reduce_scatter(bucket, None, *grads)))
-            elif step == "r" and pending:
-                sharded += fsdp_wait_grads(*pending.pop(draw(st.integers(0, len(pending) - 1))))
-            elif step == "d":
-                prims.python_del(pick())
-        prims.python_return((*values[2:4], *sharded[1:]))
-    return trace.bound_symbols
+    """A backward with gradients in place and views; some of its operators are unknown, some values are deleted."""
+    trace = write_grads_in_place(draw(traces(is_plain=True))[0])
+    sorted_trace = sort_communication(trace, **draw(LIMITS))
+    bsyms = [b for b in sorted_trace.bound_symbols if b.sym.id is not PrimIDs.UNPACK_TRIVIAL]
+    for at in draw(st.lists(st.integers(0, len(bsyms) - 2), max_size=6)):
+        bsym = bsyms[at]
+        if bsym.sym.name == "matmul":
+            bsyms[at] = unknown.bind(*bsym.args, output=bsym.output)
+        elif bsym.sym.name in ("neg", "transpose", "where"):
+            bsyms.insert(draw(st.integers(at + 1, len(bsyms) - 1)), prims.python_del.bind(bsym.output, output=None))
+    return bsyms
 
 
-def roots_of(bsyms: Sequence[BoundSymbol], name: str) -> set[str]:
-    """The values whose memory ``name`` may share, from one bound symbol to the one before."""
+def roots_of(bsyms: Sequence[BoundSymbol]) -> dict[str, set[str]]:
+    """Return for each value those whose memory it may share."""
+    roots: dict[str, set[str]] = {}
     for bsym in bsyms:
-        if name in outs_of(bsym) and (inputs := facts_of(bsym).aliases.get(name)):
-            return set().union(*(roots_of(bsyms, i) for i in inputs))
-    return {name}
-
-
-def uses(bsyms: Sequence[BoundSymbol], root: str) -> list[int]:
-    return [
-        position
-        for position, bsym in enumerate(bsyms)
-        if bsym.sym.id is not PrimIDs.DEL and any(root in roots_of(bsyms, arg) for arg in args_of(bsym))
-    ]
+        for name in (*args_of(bsym), *outs_of(bsym)):
+            inputs = facts_of(bsym).aliases.get(name, ())
+            roots.setdefault(name, set().union(*(roots[i] for i in inputs)) or {name})
+    return roots
 
 
 @settings(deadline=None)
@@ -109,19 +70,26 @@ def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], dat
     read = [bsym for bsym in bsyms if bsym.sym.id is not PrimIDs.DEL]
     names = {name for bsym in read for name in (*args_of(bsym), *outs_of(bsym))}
     assert {value.proxy.name for value in live.values} == names
+    all_roots = roots_of(bsyms)
+
+    def uses(root: str) -> list[int]:
+        return [
+            at for at, bsym in enumerate(bsyms) if bsym in read and any(root in all_roots[a] for a in args_of(bsym))
+        ]
+
     for name in names:
         value = live.value(name)
         made = [position for position, bsym in enumerate(bsyms) if name in outs_of(bsym)]
         reads = [
             position for position, bsym in enumerate(bsyms) if bsym in read for arg in args_of(bsym) if arg == name
         ]
-        roots = roots_of(bsyms, name)
+        roots = all_roots[name]
         assert value.first == live.defined([name]) == (made[0] if made else BEFORE_TRACE)
         assert value.reads == reads
         assert live.first_read([name]) == (reads[0] if reads else None)
         assert live.roots([name]) == {root.proxy.name for root in value.roots} == roots
         if roots == {name}:
-            assert value.used == live.last_use([name]) == max(uses(bsyms, name), default=value.first)
+            assert value.used == live.last_use([name]) == max(uses(name), default=value.first)
 
     issues = [p for p, bsym in enumerate(bsyms) if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
     assert list(live.slots) == issues
@@ -138,6 +106,6 @@ def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], dat
             sorted(set(writers)),
         )
         assert found.first == min([issue, *writers])
-        assert found.last == max([wait, *(p for param in params for p in uses(bsyms, param))])
+        assert found.last == max([wait, *(p for param in params for p in uses(param))])
         for index, param in enumerate(params):
-            assert found.accesses[index] == max([wait, *uses(bsyms, param)])
+            assert found.accesses[index] == max([wait, *uses(param)])

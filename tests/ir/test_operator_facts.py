@@ -1,28 +1,35 @@
-"""The facts about each operator that Thunder registers agree with its actual behaviour on the CPU."""
+"""The facts about each operator, those of users among them, agree with its actual behaviour on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.ir.inspection import derivation, forward_part
 from thunder_fsdp_sched.ir.operator_facts import observed_call
 
 import pytest
+import thunder
 import thunder.torch as ltorch
 import torch
+from coded import coded
 from internals import caching, effects, facts_of, symbol_named
 from operator_calls import Call, calls
+from synthetic_traces import tensor
+from thunder.core import prims
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
 from thunder.core.langctxs import Languages, reset_langctx, resolve_language, set_langctx
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors import pythonex, torchex
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DECOMPOSED = "torch.einsum('ii->i'"
@@ -232,3 +239,88 @@ def test_facts_about_own_symbols_are_what_they_declare_and_return() -> None:
         assert effects(bsym).aliases == facts_of(bsym).aliases == {out.name: shared}
     barrier = symbol_named("fsdp_fusion_barrier").bind(*args, output=(x := args[0], y := args[1])[::-1])
     assert facts_of(barrier).aliases == effects(barrier).aliases == {y.name: (x.name,), x.name: (y.name,)}
+
+
+def test_a_result_of_a_fusion_derives_from_all_subsymbols_that_it_needs() -> None:
+    trace = TraceCtx()
+    with tracectx(trace):
+        x = tensor()
+        negated, other = prims.neg(x), prims.mul(x, x)
+        total = prims.add(prims.mul(negated, x), x)
+    neg, not_needed, mul, add = trace.bound_symbols
+    fusion = Symbol("fused0", lambda x: None, is_fusion=True)
+    bsym = fusion.bind(x, output=(total, other), subsymbols=tuple(trace.bound_symbols))
+    assert derivation(bsym, total.name) == [neg, mul, add]
+    assert derivation(bsym, other.name) == [not_needed]
+    assert derivation(mul, mul.output.name) == [mul]
+
+
+def test_all_of_a_joint_trace_without_gradients_is_forward() -> None:
+    with tracectx(trace := TraceCtx()):
+        x = tensor()
+        result = prims.gt(x, 0.0)
+        prims.python_return({"output": (), "fw_flat_out": (result,), "flat_args": (x,)})
+    assert forward_part(trace) == [True, False]
+
+
+executor = thunder.extend.OperatorExecutor("operators_of_a_user")
+_kept = torch.zeros(4, 4)
+
+
+def doubled(x: Tensor, w: Tensor) -> Tensor:
+    return x * 2 + w
+
+
+def transposed(x: Tensor, w: Tensor) -> Tensor:
+    return w.t()
+
+
+def into_kept_memory(x: Tensor, w: Tensor) -> Tensor:
+    return torch.mul(x, w, out=_kept)
+
+
+def kept_memory(x: Tensor, w: Tensor) -> Tensor:
+    return _kept
+
+
+def by_address(x: Tensor, w: Tensor) -> Tensor:
+    assert x.data_ptr()  # as kernels of other languages need it; fake tensors have none
+    return x * w
+
+
+def facts(function: Callable[..., Tensor], name: str, **declared: Any) -> tuple[tuple[str, ...], bool, bool]:
+    symbol = executor.register_operator(name, meta=lambda x, w: TensorProxy(like=x), fn=function)
+    if declared:
+        tfs.declare_operator(symbol, **declared)
+    trace = TraceCtx()
+    with tracectx(trace):
+        x, w = (
+            TensorProxy(n, shape=(4, 4), device=thunder.devices.cpu, dtype=thunder.float32, requires_grad=False)
+            for n in ("x", "w")
+        )
+        symbol(x, w)
+    found = facts_of(trace.bound_symbols[-1])
+    (out,) = (p.name for p in trace.bound_symbols[-1].flat_proxy_outs)
+    return found.aliases.get(out, ()), found.pure, found.known
+
+
+def test_functions_of_users_are_observed_and_not_taken_for_pure() -> None:
+    assert facts(doubled, "doubled") == ((), False, True)
+    assert facts(transposed, "transposed") == (("w",), False, True)
+
+
+@pytest.mark.parametrize("function", [into_kept_memory, kept_memory, by_address])
+def test_functions_that_keep_memory_or_read_addresses_are_unknown(function: Callable[..., Tensor]) -> None:
+    assert facts(function, function.__name__) == (("x", "w"), False, False)
+
+
+def test_operators_can_be_declared() -> None:
+    assert facts(by_address, "declared_pure", pure=True) == ((), True, True)
+    assert facts(by_address, "declared_view", views=True) == (("x", "w"), False, True)
+    with pytest.raises(TypeError, check=coded("trace.symbol-not-registered")):
+        tfs.declare_operator(torch.mul)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, check=coded("trace.symbol-not-registered")):
+        tfs.declare_operator(thunder.torch.layer_norm)
+    symbol = executor.register_operator("badly_declared", like=thunder.torch.sin, fn=torch.sin)
+    with pytest.raises(TypeError, check=coded("trace.operator-fact-not-bool", "pure", "no")):
+        tfs.declare_operator(symbol, pure="no")  # type: ignore[arg-type]

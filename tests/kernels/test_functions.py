@@ -52,11 +52,6 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
         F.cross_entropy,
         (tensor(4, 5, 2, 3), LABELS[:, None, None].expand(4, 2, 3)),
     ),
-    "negative log-likelihood of 3 dimensions": (
-        "nll_loss2d_forward",
-        partial(F.nll_loss, ignore_index=-100),
-        (tensor(4, 5, 2), LABELS[:, None].expand(4, 2)),
-    ),
     "negative log-likelihood": (
         "nll_loss_forward",
         partial(F.nll_loss, reduction="sum", ignore_index=3),
@@ -65,7 +60,6 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "logsumexp": ("logsumexp", partial(torch.logsumexp, dim=(0,)), (tensor(6, 5),)),
     "average of 1 dimension": ("avg_pool2d", partial(F.avg_pool1d, kernel_size=2), (tensor(2, 4, 6),)),
     "average of 2 dimensions": ("avg_pool2d", partial(F.avg_pool2d, kernel_size=(2, 3)), (tensor(2, 4, 6, 6),)),
-    "nearest": ("upsample_nearest2d", partial(F.interpolate, scale_factor=2.0), (tensor(2, 4, 6, 6),)),
     "bilinear": ("upsample_bilinear2d", partial(F.interpolate, size=(5, 9), mode="bilinear"), (tensor(2, 4, 6, 6),)),
     "attention": (FLASH, F.scaled_dot_product_attention, HEADS),
     "causal attention": (FLASH, causal, HEADS),
@@ -77,9 +71,6 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
         F.conv_transpose2d,
         (tensor(2, 3, 4, 4), tensor(3, 2, 3, 3, seed=1), None, 2),
     ),
-    "smooth absolute errors": ("smooth_l1_loss", F.smooth_l1_loss, (tensor(6, 5), tensor(6, 5, seed=1))),
-    "distances": ("pdist_forward", lambda a: F.pdist(a.double()), (tensor(6, 5),)),
-    "stacked rows": ("cat", lambda a, b: torch.vstack([a, b]), (tensor(6, 5), tensor(5, seed=1))),
     "itself": (None, torch.positive, (tensor(6, 5),)),
     "attention with a learned mask": (None, F.scaled_dot_product_attention, (*HEADS, tensor(5, 5))),
 }
