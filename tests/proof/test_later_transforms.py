@@ -158,11 +158,7 @@ def _swap_names_of_computed_gradients(bsyms: list[BoundSymbol]) -> None:
 
 _READ, _DEFINED = "which is not what it read before", "as another value than before"
 SWAPPED: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
-    "gradients": (
-        partial(swap, name="fsdp_reduce_scatter"),
-        True,
-        "as the gradient of parameter 'blocks.1.a'",
-    ),
+    "gradients": (partial(swap, name="fsdp_reduce_scatter"), True, "as the gradient of parameter 'blocks.1.a'"),
     "copies of gradients": (_swap_copies, True, "as the gradient of parameter"),
     "names of computed gradients": (_swap_names_of_computed_gradients, True, _DEFINED),
     "sharded gradients": (partial(swap, name="fsdp_wait_grads", results=True), True, _DEFINED),
@@ -170,24 +166,19 @@ SWAPPED: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
     "shards": (partial(swap, name="fsdp_all_gather"), False, _READ),
     "returned gradients": (swap_returned, True, _READ),
     "saved values": (_swap_saved, False, _DEFINED),
+    "gradients of outputs": (_swap_gradients_of_outputs, True, _DEFINED),
 }
 
 
 @on_ranks()
 def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error() -> None:
     for what, (change, backward, fault) in SWAPPED.items():
-        model = _jit(change, backward=backward, module=_pairs)
+        model = _jit(change, backward=backward, module=_TwoOutputs if what == "gradients of outputs" else _pairs)
         with pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", fault)):
             model(torch.ones(4, 4))
             pytest.fail(what)
-    model = _jit(_swap_gradients_of_outputs, backward=True, module=_TwoOutputs)
-    with pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _DEFINED)):
-        model(torch.ones(4, 4))
     model = _jit(partial(swap, name="fsdp_accumulate_grads"), backward=True, module=_pairs)
-    with (
-        model.no_sync(),
-        pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _READ)),
-    ):
+    with model.no_sync(), pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _READ)):
         model(torch.ones(4, 4))
 
 
