@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.ranks_differ.programs import differences_of
@@ -43,7 +41,7 @@ class Blocks(Model):
 
 
 class DifferingRun(Run):
-    """A run of ranks that differ. It clips gradients before each step, and counts the hooks of parameters.
+    """A run of ranks that differ. It clips gradients before each step.
 
     Args:
         casts: the ranks whose forward runs under ``torch.autocast``.
@@ -53,12 +51,6 @@ class DifferingRun(Run):
         model = Blocks().double() if model is None else model
         super().__init__(model, **{"optimizer": adamw, "ranks_may_differ": True, **options})
         self.casts = casts
-        self.hooked: Counter[tuple[str, str]] = Counter()
-        self.expected_hooks: Counter[tuple[str, str]] = Counter()
-        for name, param in self.model.named_parameters():
-            if param.requires_grad:
-                param.register_hook(lambda grad, name=name: self.hooked.update([(name, "gradient")]))
-                param.register_post_accumulate_grad_hook(lambda _, name=name: self.hooked.update([(name, "added")]))
 
     @property
     def merges(self) -> list[bool]:
@@ -91,19 +83,6 @@ class DifferingRun(Run):
     def _cast(self, rank: int) -> AbstractContextManager[Any]:
         return torch.autocast(DEVICE.type, torch.bfloat16) if rank in self.casts else nullcontext()
 
-    def backward(self, which: int = -1, *, retain: bool = False) -> None:
-        """Run a backward. Hooks run once on every rank for each gradient, and not under ``no_sync``."""
-        with mock.patch.object(self.unsharded, "reduce", self._count_and_reduce):
-            super().backward(which, retain=retain)
-        assert self.hooked == self.expected_hooks, self.at
-
-    def _count_and_reduce(self) -> None:
-        assert self.unsharded is not None
-        given = {param for of_rank in self.unsharded.unreduced.values() for param in of_rank}
-        names = [name for name, param in self.reference.named_parameters() if param in given]
-        self.expected_hooks.update((name, kind) for name in names for kind in ("gradient", "added"))
-        type(self.unsharded).reduce(self.unsharded)
-
     def step(self, *, set_to_none: bool = True) -> None:
         assert self.transform.sharded.control.issue_counts.surplus_issues == 0, self.at
         self.clip()
@@ -117,8 +96,6 @@ class DifferingRun(Run):
         for model in (self.model, self.reference):
             model.train()
             model.zero_grad()
-        self.hooked.clear()
-        self.expected_hooks.clear()
 
     @contextlib.contextmanager
     def exchanges(self, count: int) -> Any:

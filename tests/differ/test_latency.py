@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.extras.ranks_differ import follow_order
-from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, Key, Step, merge
+from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, merge
 from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
 from executor import seconds_of
 from internals import Bucket
 from merged_programs import Small, make_blocks, step_of
-
-Merge = Callable[[Sequence[Sequence[Step]]], Sequence[Key]]
 
 
 class Model:
@@ -36,13 +33,11 @@ class Model:
     def tower(self, name: str, prefetch: int = 1, seconds: float = 1.0, size: int = 99) -> list[Small]:
         return self.step([block for block in self.blocks if block.startswith(name)][:size], prefetch, seconds)
 
-    def together(
-        self, ranks: Sequence[list[Small]], known: Sequence[list[Small]] = (), merge_programs: Merge = merge
-    ) -> float:
+    def together(self, ranks: Sequence[list[Small]], known: Sequence[list[Small]] = ()) -> float:
         """Return the time of a step in which ranks serve each other, and know the programs of other steps, too."""
         programs: dict[int, list[Action | float]] = {rank: [] for rank in range(len(ranks))}
         for half in range(2):
-            order = merge_programs([step[half].steps for step in (*ranks, *known)])
+            order = merge([step[half].steps for step in (*ranks, *known)])
             active = {step.key for of_rank in ranks for step in of_rank[half].steps}
             merged = {of_rank[half]: of_rank[half].merged(order, active, self.buckets, len(ranks)) for of_rank in ranks}
             for rank, of_rank in enumerate(ranks):
@@ -74,17 +69,6 @@ def test_towers_that_no_rank_runs_cost_nothing(size: int) -> None:
         assert model.slowdown([towers[first], towers[second]], others) <= 1.05
 
 
-def test_one_tower_after_the_other_would_take_longer() -> None:
-    """The bound of the test above means something: it is the order that keeps it."""
-
-    def in_sequence(programs: Sequence[Sequence[Step]]) -> list[Key]:
-        return [step.key for program in programs for step in program if not step.waits]
-
-    model = Model("a", "b")
-    ranks = [model.tower(name) for name in "ab"]
-    assert model.together(ranks, merge_programs=in_sequence) > 1.5 * model.together(ranks)
-
-
 def test_ranks_with_opposite_orders_alternate() -> None:
     model = Model("a")
     assert model.slowdown([model.step(model.blocks), model.step(model.blocks[::-1])]) <= 1.25
@@ -95,14 +79,6 @@ def test_gathers_far_ahead_of_reductions_overtake_few(prefetches: tuple[int, int
     """Without the rule that the collective is next that overtakes the fewest, the step takes 17 % and 4 % longer."""
     model = Model("a", size=12)
     assert model.slowdown([model.tower("a", prefetch) for prefetch in prefetches]) <= bound
-
-
-def test_one_collective_for_others_at_a_time_would_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model("a", "b")
-    ranks = [model.tower(name) for name in "ab"]
-    assert model.slowdown(ranks) < 1.03
-    monkeypatch.setattr(follow_order, "SERVED_IN_FLIGHT", 1)
-    assert model.slowdown(ranks) > 1.12
 
 
 def test_random_blocks_on_each_rank() -> None:

@@ -28,7 +28,6 @@ from models import Layer
 from ranks import on_ranks
 from scenario import everywhere, loss_of, sgd
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @on_ranks()
@@ -170,50 +169,6 @@ def test_a_rank_that_serves_sends_its_rounding_errors(rank: int) -> None:
         grad = run.model.get_parameter(spec.name).grad.full_tensor()
         run.close(grad + total / 2, run.reference.get_parameter(spec.name).grad, spec.name)
     assert rank == 1 or errors[3] < errors[2] < errors[1] / 10
-
-
-class Mixed(Blocks):
-    """Blocks with tied, frozen and ignored parameters, of which one recomputes its forward in backward."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.blocks[1].down.weight = self.blocks[0].down.weight
-        self.blocks[2].up.weight.requires_grad_(False)
-        self.ignored = nn.Parameter(torch.ones(4), requires_grad=False)
-
-    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
-        x = self.first(x) * self.ignored
-        for number in way:
-            x = checkpoint(self.blocks[1], x, use_reentrant=False) if number == "1" else self.blocks[int(number)](x)
-        return self.last(x)
-
-
-@on_ranks()
-def test_kinds_of_parameters() -> None:
-    run = DifferingRun(Mixed().double(), sharding_strategy="zero2", init=tfs.Init(ignored_params=["ignored"]))
-    run.train(1, ("0", "1"))
-    run.train(1, ("2", "1"), first=1)
-    run.train(1, (None, "2"), first=2)
-    run.micro_batch(3, ("1", "0"))
-    run.micro_batch(4, ("2", None), no_sync=False)
-    run.step()
-
-
-@on_ranks()
-def test_the_scaler_and_the_clipping_of_torch() -> None:
-    run = DifferingRun()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    run.forward(3, ("0", None))
-    run.pending[-1].losses[0] = scaler.scale(run.pending[-1].losses[0])
-    run.backward()
-    scaler.unscale_(run.optimizers[0])
-    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.05) for model in (run.model, run.reference)]
-    run.close(norms[0].full_tensor(), norms[1], "norm")
-    scaler.step(run.optimizers[0])
-    scaler.update()
-    run.optimizers[1].step()
-    run.compare_parameters()
-    assert scaler.get_scale() == 4.0
 
 
 @on_ranks()
