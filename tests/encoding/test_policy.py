@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy, ScheduleDisagreement, fsdp
+from thunder_fsdp_sched import CommPolicy, fsdp
 
 import models
 import pytest
-import thunder
 import torch
 from coded import coded
 from models import FrozenParameters, Stack, TiedWeights, TinyParameters
-from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -96,25 +94,9 @@ def test_a_policy_without_formats_changes_nothing(make: Any) -> None:
     assert [type(b.transport) for b in without.buckets] == [type(b.transport) for b in off.buckets]
 
 
-@on_ranks(2)
-def test_ranks_with_different_policies_are_refused(rank: int) -> None:
-    base: dict[str, Any] = {"gather": "int8", "reduce": "int8"}
-    for other in (
-        {"gather": "bfloat16"},
-        {"reduce": "bfloat16"},
-        {"block": 64},
-        {"exempt": ("last",)},
-        {"min_ndim": 1},
-        {"error_feedback": True},
-    ):
-        policy = P(**{**base, **(other if rank else {})})
-        with pytest.raises(
-            ScheduleDisagreement,
-            check=coded("ranks.ranks-disagree", "rank 0: fsdp(comm_policy=CommPolicy("),
-        ):
-            thunder.jit(Stack(1), transforms=[fsdp(comm_policy=policy)])
-        with pytest.raises(
-            ScheduleDisagreement,
-            check=coded("ranks.ranks-disagree", "rank 0: first.weight: ", "comm_policy CommPolicy("),
-        ):
-            thunder.jit(Stack(1), transforms=[fsdp(comm_policy=lambda name, module, policy=policy: policy)])
+def test_ranks_compare_each_part_of_a_policy() -> None:
+    def lines(**part: Any) -> list[str]:
+        return [*fsdp(comm_policy=P(**{"gather": "int8", "reduce": "int8", **part})).options.lines("fsdp")]
+
+    others = {"gather": "bfloat16"}, {"reduce": "bfloat16"}, {"block": 64}, {"exempt": ("last",)}, {"min_ndim": 1}
+    assert all(lines(**other) != lines() for other in (*others, {"error_feedback": True}))

@@ -169,8 +169,6 @@ def _bounds(spec: BucketSpec, flat: torch.Tensor) -> torch.Tensor:
             scale = block.amax(-1, keepdim=True) / (form.largest or 1)
             if form.dtype is torch.int8:
                 found = (scale / 2).expand_as(block)
-            elif form.largest:
-                found = torch.maximum(block / 16, scale * 2.0**-10)
             else:
                 found = block * (2.0**-8 if form.dtype is torch.bfloat16 else 0.0)
             bound[:, begin : begin + part.block] = found * (1 + 2.0**-20)
