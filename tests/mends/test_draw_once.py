@@ -36,21 +36,14 @@ def attention(y: torch.Tensor) -> torch.Tensor:
 
 SAME_SAMPLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand_like": lambda y: y * torch.rand_like(y),
-    "randn_like": lambda y: y * torch.randn_like(y),
-    "randint_like": lambda y: y * torch.randint_like(y, 9),
     "rand": lambda y: y * torch.rand(y.shape, dtype=y.dtype),
-    "randn": lambda y: y * torch.randn(y.shape, dtype=y.dtype),
-    "randint": lambda y: y * torch.randint(0, 9, y.shape),
     "bernoulli": lambda y: y * torch.bernoulli(torch.sigmoid(y.detach())),
     "poisson": lambda y: y * torch.poisson(torch.exp(y.detach())),
     "exponential_": lambda y: y * torch.ones_like(y).exponential_(),
     "dropout": lambda y: F.dropout(y, 0.5) * 2,
     "rrelu": lambda y: F.rrelu(y, 0.1, 0.3, True),
     "gumbel_softmax": lambda y: F.gumbel_softmax(y, 1.0),
-    "dropout1d": lambda y: F.dropout1d(y, 0.5),
     "dropout2d": lambda y: F.dropout2d(y[None], 0.5)[0],
-    "alpha_dropout": lambda y: F.alpha_dropout(y, 0.5, True),
-    "feature_alpha_dropout": lambda y: F.feature_alpha_dropout(y[None], 0.5, True)[0],
     "attention": attention,
     "own gradient": OwnGradient.apply,
 }

@@ -82,12 +82,6 @@ def test_a_llama_block_is_one_segment_with_little_padding(world_size, padding):
     assert layout.padding_numel / layout.unsharded_numel < padding
 
 
-def test_rows_of_unrelated_widths_need_little_padding():
-    shapes = [(1000, 97), (1000, 101), (1000, 103)]
-    layout = make_layout(shapes, 8, 4)
-    assert layout.padding_numel / layout.unsharded_numel < 0.05
-
-
 def test_per_param_divides_the_rows_of_each_parameter_evenly():
     layout = make_layout([(10, 3), (7,)], 4, 4, per_param=True)
     assert [p.row_starts for p in layout.placements] == [(0, 3, 6, 9, 10), (0, 2, 4, 6, 7)]
@@ -98,7 +92,3 @@ def test_shards_keep_the_number_of_dimensions():
     layout = make_layout([(16, 8), (8,), ()], 2, 4)
     assert [[len(p.shard_shape(r)) for r in range(2)] for p in layout.placements] == [[2, 2], [1, 1], [1, 1]]
     assert sum(math.prod(layout.placements[2].shard_shape(r)) for r in range(2)) == 1
-
-
-def test_parameters_that_fill_all_shards_need_no_padding():
-    assert make_layout([(4, 4), (4, 4)], 2, 4).padding_numel == 0

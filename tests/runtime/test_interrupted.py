@@ -242,19 +242,3 @@ def test_a_forward_that_a_hook_calls_in_backward_leaves_nothing_for_it(strategy:
         output.square().sum().backward()
         both.compare_gradients()
         assert both.transform.sharded.control.issue_counts.surplus_issues == 0
-
-
-@on_ranks()
-def test_a_kept_bucket_of_autocast_that_was_lost_is_gathered_again_where_ranks_may_differ() -> None:
-    model = thunder.jit(_layers().float(), transforms=[fsdp(sharding_strategy="zero2", ranks_may_differ=True)])
-    x, found = torch.ones(4, 8), []
-    for evaluates in (False, True):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(x)
-            with torch.no_grad():
-                _ = model(x) if evaluates else None
-        output.float().square().sum().backward()
-        found.append([p.grad.full_tensor() for p in model.parameters()])
-    for without, with_evaluation in zip(*found, strict=True):
-        assert torch.equal(without, with_evaluation)

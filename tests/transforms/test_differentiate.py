@@ -15,7 +15,7 @@ import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from internals import facts_of
-from models import CASES, GPT, Chain, FeedForward, running
+from models import CASES, GPT, Calling, Chain, FeedForward, running
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transforms import get_grad, put_grad
@@ -109,44 +109,35 @@ Gated = running(lambda self, x: F.silu(self.linear.forward(x)))  # another kind 
 blocks = functools.partial(Chain, count=4)
 
 
-class AllStates(Chain):
-    """The gradient of an input is that of a result, to which that of the block is added afterwards."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        states = []
-        for block in self.blocks:
-            x = block(x)
-            states.append(x)
-        return tuple(states)
+def all_states(self: Any, x: torch.Tensor) -> Any:
+    """Return what each block returns: the gradient of an input is that of a result, to which the block's is added."""
+    return tuple(x := block(x) for block in self.blocks)
 
 
-class WithFactor(Chain):
-    """All blocks read one factor, which needs a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(Scaled, count=4)
-        self.factor = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        factor = torch.sin(self.factor)
-        for block in self.blocks:
-            x = block(x, factor)
-        return x
+def two_results(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    for block in self.blocks:
+        x, y = block(y), block.linear.forward(x) - y
+    return x + y
 
 
-class TwoResults(Chain):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        for block in self.blocks:
-            x, y = block(y), block.linear.forward(x) - y
-        return x + y
+def calling(forward: Callable[..., Any], kind: Callable[[int], nn.Module] = Layer, **members: Any) -> nn.Module:
+    """Return blocks that this forward calls."""
+    return Calling(forward, blocks=nn.ModuleList(map(kind, range(4))), **members)
 
 
-class Checkpointed(Chain):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+def with_factor(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Give all blocks one factor, which needs a gradient."""
+    factor = torch.sin(self.factor)
+    for block in self.blocks:
+        x = block(x, factor)
+    return x
+
+
+def checkpointed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -157,10 +148,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: blocks(lambda index: Layer(index).requires_grad_(index > 0)),
         3,
     ),  # its parameters are of another kind
-    "all hidden states": (lambda: AllStates(Layer, count=4), 0),
-    "an input of all blocks with a gradient": (WithFactor, 0),
-    "two results": (lambda: TwoResults(Layer, count=4), 0),
-    "checkpoint": (lambda: Checkpointed(Layer, count=4), 0),
+    "all hidden states": (lambda: calling(all_states), 0),
+    "an input of all blocks with a gradient": (
+        lambda: calling(with_factor, Scaled, factor=nn.Parameter(torch.ones(4))),
+        0,
+    ),
+    "two results": (lambda: calling(two_results), 0),
+    "checkpoint": (lambda: calling(checkpointed), 0),
     "changes of buffers": (lambda: blocks(lambda index: nn.Sequential(Layer(index), nn.BatchNorm1d(4))), 4),
 }
 """Models of blocks, and how many regions are computed by a program."""
@@ -174,7 +168,7 @@ def test_which_regions_repeat(name: str, comparison: Comparison) -> None:
 
 def test_without_gradients_more_regions_repeat(comparison: Comparison) -> None:
     # The first one reads the model's input.
-    assert comparison.run(lambda: AllStates(Layer, count=4), X, gradients=False) == 3
+    assert comparison.run(lambda: calling(all_states), X, gradients=False) == 3
 
 
 def test_buckets_do_not_matter(comparison: Comparison) -> None:

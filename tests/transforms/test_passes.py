@@ -209,10 +209,7 @@ def _without(*names: str, **options: Any) -> Scenario:
     )
 
 
-SCENARIOS = {
-    "ZeRO-3": _without(*pipeline.OPTIONAL, secondary_ranks=2),
-    "reuse": _without("reuse_from_forward"),
-}
+SCENARIOS = {"ZeRO-3": _without(*pipeline.OPTIONAL, secondary_ranks=2), "reuse": _without("reuse_from_forward")}
 
 
 @each(SCENARIOS)

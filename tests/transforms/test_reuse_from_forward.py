@@ -46,14 +46,10 @@ def _gathers(trace: TraceCtx) -> list[Any]:
     return [b for b in trace.bound_symbols if b.sym is fsdp_all_gather]
 
 
-@pytest.mark.parametrize(
-    ("patterns", "options"),
-    [(list(PATTERNS), {}), (["last in first out"], {"prefetch": 2, "bucketing_strategy": "layer"})],
-)
 @on_ranks()
-def test_backward_gathers_only_buckets_that_are_not_resident(patterns: list[str], options: dict[str, Any]) -> None:
-    run = Run(Stack(4, WIDTH).double(), transport="flat", **options)
-    for pattern in map(PATTERNS.__getitem__, patterns):
+def test_backward_gathers_only_buckets_that_are_not_resident() -> None:
+    run = Run(Stack(4, WIDTH).double(), transport="flat")
+    for pattern in PATTERNS.values():
 
         def act(actions: Sequence[Callable[[Run], Any]] = pattern.actions) -> None:
             for action in actions:

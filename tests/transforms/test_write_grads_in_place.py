@@ -42,7 +42,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "gpt_with_tied_weights": lambda: GPT(blocks=1, tied=True, block=Layer),
     "shared_blocks": SharedBlocks,
     "batched_experts": BatchedExperts,
-    "stack": lambda: Stack(1, width=16),
 }
 
 
@@ -127,14 +126,7 @@ COPIED = [{"debug": Debug(skip_passes=("write_grads_in_place",))}]
 SCENARIOS = {
     "batched experts": Scenario(
         lambda: BatchedExperts().double(), ACTIONS, {"sharding_strategy": "zero2"}, others=COPIED
-    ),
-    "bfloat16": Scenario(
-        CASES["stack"],
-        ACTIONS,
-        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "dtype": torch.float32},
-        others=COPIED,
-        oracle=None,
-    ),
+    )
 }
 
 

@@ -79,15 +79,6 @@ def test_training_is_the_same_with_every_transport(name: str) -> None:
     SCENARIOS[name].run()
 
 
-@on_ranks(2)
-def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
-    group = dist.new_group([rank], use_local_synchronization=True)
-    options = {"ranks": group, "transport": "all_to_all", "bucketing_strategy": "layer"}
-    run = Run(Stack(1).double(), **options)
-    run.train(steps=2)
-    assert all(param.to_local().shape == param.shape for param in run.model.parameters())
-
-
 #
 # Invalid choices
 #
