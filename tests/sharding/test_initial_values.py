@@ -104,10 +104,7 @@ INITIALIZING = tfs.Init(device="cpu", param_init_fn=_reset)
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"init": tfs.Init(broadcast_from=0)},
-        {"init": replace(IGNORING, param_init_fn=_reset), "transport": "coalesced"},
-    ],
+    [{"init": tfs.Init(broadcast_from=0)}, {"init": replace(IGNORING, param_init_fn=_reset), "transport": "coalesced"}],
     ids=["one rank has them", "initialized on all ranks"],
 )
 @on_ranks()
@@ -177,12 +174,10 @@ def _alone(failing: int, expected: coded) -> list[coded]:
     return [expected if rank == failing else theirs for rank in range(2)]
 
 
+FROM_FIRST = {"init": tfs.Init(broadcast_from=0)}
 # Options, and what each rank raises.
 REFUSED: dict[str, tuple[dict[str, Any], list[coded]]] = {
-    "no values": (
-        {"init": tfs.Init(broadcast_from=0)},
-        [coded("option.broadcast-from-meta-device", "rank 0", "'scale'")] * 2,
-    ),
+    "no values": (FROM_FIRST, [coded("option.broadcast-from-meta-device", "rank 0", "'scale'")] * 2),
     "values elsewhere": (
         {"init": tfs.Init(broadcast_from=1)},
         [coded("option.broadcast-from-meta-device", "rank 1")] * 2,
@@ -192,21 +187,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[coded]]] = {
         _alone(0, coded("option.broadcast-between-devices", "'scale'", "meta on rank 1")),
     ),
     "buffer has values elsewhere": (
-        {"init": tfs.Init(broadcast_from=0)},
+        FROM_FIRST,
         _alone(1, coded("option.broadcast-between-devices", "'offset'", "meta on rank 0")),
     ),
     "not tied": (
-        {"init": tfs.Init(broadcast_from=0)},
+        FROM_FIRST,
         [coded("ranks.ranks-disagree", "rank 0: embedding.weight = head.weight:", "rank 1: embedding.weight:")] * 2,
     ),
     "other buffer": (
-        {"init": tfs.Init(broadcast_from=0)},
+        FROM_FIRST,
         [coded("ranks.ranks-disagree", "rank 0: offset: torch.float32[8]", "rank 1: offset: torch.float64[8]")] * 2,
     ),
-    "attribute": (
-        {"init": tfs.Init(broadcast_from=0)},
-        _alone(1, coded("option.broadcast-of-plain-tensor", "'rotary.plain'", "cpu on rank 0")),
-    ),
+    "attribute": (FROM_FIRST, _alone(1, coded("option.broadcast-of-plain-tensor", "'rotary.plain'", "cpu on rank 0"))),
     "no source": (
         {},
         [coded("ranks.ranks-disagree", "rank 0: scale: float32[] on cpu", "rank 1: scale: float32[] on meta")] * 2,

@@ -31,6 +31,7 @@ class _Module(nn.Module):
         self.register_buffer("offset", torch.ones(4))
         self.later = nn.ModuleList()
         self.register_module("missing", None)
+        self.norm = nn.LayerNorm(4, bias=False)
 
     def helper(self, y: torch.Tensor) -> torch.Tensor:
         return y
@@ -44,7 +45,7 @@ class _Module(nn.Module):
         self.scale = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.helper(self.function(self.linear(x)) * self.scale + self.offset)
+        y = self.norm(self.helper(self.function(self.linear(x)) * self.scale + self.offset))
         if getattr(self, "extra", None) is not None:
             y = y * self.extra
         for part in self.later:
@@ -73,7 +74,7 @@ def _make() -> Beside:
     return Beside(_Module())
 
 
-X = torch.linspace(-1, 1, 8).view(2, 4)
+X, ZERO = torch.linspace(-1, 1, 8).view(2, 4), torch.zeros(4)
 
 
 def test_attributes_have_the_effect_of_eager_mode() -> None:
@@ -106,29 +107,40 @@ def test_before_the_first_call_attributes_reach_the_trace() -> None:
     both.check(X)
 
 
-REFUSED: dict[str, tuple[Callable[[Any], object], coded]] = {
-    "submodule": (
-        lambda jitted: setattr(jitted, "linear", nn.Linear(4, 4)),
-        coded("module.registered-on-jitted-module", "submodule", "linear"),
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda m: vars(m).update(scale=2.0),
+    "a number's type": lambda m: vars(m).update(scale=2),
+    "a string": lambda m: vars(m).update(kind="other"),
+    "a flag": lambda m: vars(m).update(extra=True),
+    "a flag that is a number": lambda m: vars(m).update(extra=1),
+    "a hook": lambda m: m.linear.register_forward_hook(lambda *args: args[-1] * 2),
+    "another hook with the same number": lambda m: m.linear._forward_hooks.update(
+        {number: lambda *args: args[-1] * 3 for number in m.linear._forward_hooks}
     ),
-    "parameter": (
-        lambda jitted: setattr(jitted, "late", nn.Parameter(torch.ones(4))),
-        coded("module.registered-on-jitted-module", "parameter", "late"),
-    ),
-    "buffer": (
-        lambda jitted: jitted.register_buffer("late", torch.ones(4)),
-        coded("module.registered-on-jitted-module", "buffer", "late"),
-    ),
-    "mode": (lambda jitted: setattr(jitted, "training", False), coded("module.training-flags-differ")),
+    "a hook before": lambda m: m.linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "no gradient": lambda m: m.linear.bias.requires_grad_(False),
+    "a mode": lambda m: m.eval(),
+    "a hook of all modules": lambda m: nn.modules.module._global_forward_hooks.setdefault(-1, lambda *args: None),
+    "not a number": lambda m: vars(m).update(scale=float("nan")),
 }
+"""Each is made on top of those before it."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_reach_the_module_is_refused_by_name(name: str) -> None:
-    change, expected = REFUSED[name]
-    change(jitted := _make().model)
-    with pytest.raises(RuntimeError, check=expected):
-        jitted(X)
+def test_what_forward_has_read_is_compared_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", {})
+    both = _make()
+    both.check(X)
+    for number, (what, change) in enumerate(CHANGES.items(), 2):
+        change(both.own)
+        change(both.module)
+        for _ in range(2):
+            torch.testing.assert_close(both.model(X), both.module(X), equal_nan=True, msg=what)
+            assert len(both.transform.compiled) == number, what
+    monkeypatch.undo()
+    both.own.scale = 2
+    both.own.train()
+    both.model(X)
+    assert len(both.transform.compiled) == number
 
 
 def test_methods_of_the_jitted_module_and_notes_of_libraries_stay_its_own() -> None:
@@ -213,36 +225,31 @@ def test_submodules_that_are_added_are_traced(add: Callable[[nn.Module], None]) 
             both.check(X)
 
 
-ADDED: dict[str, tuple[Callable[[Any], object], coded]] = {
-    "parameters": (
-        lambda module: module.later.append(nn.Linear(4, 4)),
-        coded("parameter.added-after-jit", "later.0.weight"),
-    ),
-    "a submodule in place of None": (
-        lambda module: setattr(module, "missing", nn.Tanh()),
-        coded("module.part-replaced-after-jit", "submodule", "missing"),
-    ),
-    "None in place of an empty submodule": (
-        lambda module: setattr(module, "later", None),
-        coded("module.part-replaced-after-jit", "submodule", "later"),
-    ),
-    "a parameter in place of None": (
-        lambda module: setattr(module.linear, "bias", nn.Parameter(torch.ones(4))),
-        coded("module.part-replaced-after-jit", "parameter", "linear.bias"),
+_ON_JITTED, _REPLACED = coded("module.registered-on-jitted-module"), coded("module.part-replaced-after-jit")
+REFUSED: dict[str, tuple[Callable[[Any, Any], object], coded]] = {
+    "submodule": (lambda j, m: setattr(j, "linear", nn.Linear(4, 4)), _ON_JITTED.naming("submodule", "linear")),
+    "parameter": (lambda j, m: setattr(j, "late", nn.Parameter(ZERO)), _ON_JITTED.naming("parameter", "late")),
+    "buffer": (lambda j, m: j.register_buffer("late", ZERO), _ON_JITTED.naming("buffer", "late")),
+    "mode": (lambda j, m: setattr(j, "training", False), coded("module.training-flags-differ")),
+    "parameters": (lambda j, m: m.later.append(nn.Linear(4, 4)), coded("parameter.added-after-jit", "later.0.weight")),
+    "a submodule for None": (lambda j, m: setattr(m, "missing", nn.Tanh()), _REPLACED.naming("submodule", "missing")),
+    "None for an empty submodule": (lambda j, m: setattr(m, "later", None), _REPLACED.naming("submodule", "later")),
+    "a parameter for None": (
+        lambda j, m: setattr(m.norm, "bias", nn.Parameter(ZERO)),
+        _REPLACED.naming("parameter", "norm.bias"),
     ),
 }
+"""What is done with the jitted module, or with the original one."""
 
 
-@pytest.mark.parametrize("name", ADDED)
-def test_what_is_added_and_would_not_be_trained_is_refused(name: str) -> None:
-    module = _Module()
-    module.linear = nn.Linear(4, 4, bias=name == "parameters")
-    jitted = thunder.jit(module, transforms=[fsdp()])
-    jitted(X)
-    add, refusal = ADDED[name]
-    add(module)
-    with pytest.raises((RuntimeError, ValueError), check=refusal):
-        jitted(X)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_reach_the_module_or_would_not_be_trained_is_refused_by_name(name: str) -> None:
+    both = _make()
+    both.model(X)
+    change, expected = REFUSED[name]
+    change(both.model, both.own)
+    with pytest.raises((RuntimeError, ValueError), check=expected):
+        both.model(X)
 
 
 class _Settings:
