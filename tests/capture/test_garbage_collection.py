@@ -7,9 +7,10 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.planning import compile_as_rank
 
 import pytest
@@ -31,15 +32,15 @@ def _note_thresholds() -> None:
 
 
 class Noting(nn.Linear):
-    """Notes the thresholds when it is traced; ``fails`` is ``True`` for an error, or sets other thresholds."""
+    """Notes the thresholds when it is traced, and then fails or sets others."""
 
-    def __init__(self, fails: bool = False, thresholds: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, fails: bool = False, *thresholds: int) -> None:
         super().__init__(4, 4)
         self.fails, self.thresholds = fails, thresholds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _note_thresholds()
-        if self.thresholds is not None:
+        if self.thresholds:
             gc.set_threshold(*self.thresholds)
         if self.fails:
             raise ValueError("this model always fails")
@@ -59,22 +60,20 @@ def compile_without_a_call(module: nn.Module) -> None:
     compile_as_rank(lambda: (module, (X,)), fsdp(), rank=0, world_size=2)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("calls", [False, True])
-def test_thresholds_are_raised_and_threads_switch_sooner_while_a_model_compiles(
-    calls: bool, fails: bool, request: pytest.FixtureRequest
-) -> None:
+def call(module: nn.Module) -> None:
+    with fake_rank(0, 1):
+        thunder.jit(module, transforms=[fsdp()])(X)
+
+
+@pytest.mark.parametrize("run", [compile_without_a_call, call])
+def test_thresholds_are_raised_and_threads_switch_sooner_while_a_model_compiles(run: Callable[..., None]) -> None:
     gc.set_threshold(500, 7, 8)
     interval = sys.getswitchinterval()
-    if calls:
-        request.getfixturevalue("one_rank")
-    with pytest.raises(ValueError, match="always fails") if fails else contextlib.nullcontext():
-        if calls:
-            thunder.jit(Noting(fails), transforms=[fsdp()])(X)
-        else:
-            compile_without_a_call(Noting(fails))
-    assert gc.get_threshold() == (500, 7, 8) and min(SEEN[0][:2]) > 10_000 and SEEN[0][2] == 8
-    assert sys.getswitchinterval() == interval and INTERVALS.pop() < interval / 5
+    for fails in (False, True):
+        with pytest.raises(ValueError, match="always fails") if fails else contextlib.nullcontext():
+            run(Noting(fails))
+        assert gc.get_threshold() == (500, 7, 8) and min(SEEN[-1][:2]) > 10_000 and SEEN[-1][2] == 8
+        assert sys.getswitchinterval() == interval and INTERVALS.pop() < interval / 5
 
 
 def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
@@ -89,7 +88,7 @@ def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
 
 
 def test_thresholds_that_the_model_sets_stay() -> None:
-    compile_without_a_call(Noting(thresholds=(900, 9, 9)))
+    compile_without_a_call(Noting(False, 900, 9, 9))
     assert gc.get_threshold() == (900, 9, 9)
 
 

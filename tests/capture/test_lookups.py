@@ -302,10 +302,7 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda item: item.func(4.0) + item(),
     ),
     "keywords in their order": (lambda: {"a": 2.0, "b": 3.0}, lambda item: in_order(item["b"], **item)),
-    "keywords of a partial": (
-        lambda: functools.partial(in_order, a=2.0, b=3.0),
-        lambda item: item(item.keywords["b"]),
-    ),
+    "keywords of a partial": (lambda: functools.partial(in_order, a=2.0, b=3.0), lambda item: item(item.keywords["b"])),
     "unpacked": (lambda: ([1.0, 2.0], 3.0), unpacked),
     "unpacked by name": (lambda: [(1.0, 2.0), [3.0, 4.0]], unpacked_by_name),
     "unpacked shape": (lambda: torch.ones(2, 3), unpacked_shape),

@@ -21,9 +21,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.long]
 
-OTHER = {
-    "repeat": "results without elements have gradients of zeros, which are None here",
-}
+OTHER = {"repeat": "results without elements have gradients of zeros, which are None here"}
 """Operators with other gradients: zeros and None differ for optimizers with weight decay."""
 
 

@@ -97,13 +97,8 @@ def views(item: Any) -> float:
 
 def methods_of_lists(item: Any) -> float:
     values = [*item, 1.0, math.nan]
-    found = [
-        math.nan in values,
-        values.count(1.0),
-        values.index(1.0, 1),
-        values.index(math.nan),
-        (1.0, 2.0, 1.0).index(1.0, 1),
-    ]
+    found = [math.nan in values, values.count(1.0), values.index(1.0, 1), values.index(math.nan)]
+    found += [(1.0, 2.0, 1.0).index(1.0, 1)]
     values.remove(math.nan)
     values *= 2
     values.sort()

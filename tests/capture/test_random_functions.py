@@ -77,14 +77,6 @@ def test_what_is_dropped_is_what_torch_drops(inplace: bool) -> None:
     assert all(torch.equal(y, x) for (y, _), x in zip(model(*inputs), inputs, strict=True))
 
 
-def test_nothing_or_all_is_dropped() -> None:
-    cases = [(kind, p) for kind in ("element", "2d", "alpha") for p in (0.0, 1.0)]
-    inputs = [torch.rand(KINDS[kind][1], dtype=torch.float64) + 1 for kind, _ in cases]
-    model = thunder.jit(Each(Scaled(*case, inplace=True) for case in cases), transforms=[fsdp(leaf_modules=())])
-    for (_, p), x, (y, _) in zip(cases, inputs, model(*inputs), strict=True):
-        assert torch.equal(y, x * (1 - p))
-
-
 def test_samples_of_gumbel_softmax_have_the_distribution_of_torch() -> None:
     class Sampling(nn.Module):
         def __init__(self) -> None:

@@ -115,6 +115,7 @@ def _nll(y: torch.Tensor) -> torch.Tensor:
 
 
 TARGETS, WEIGHT = torch.tensor([0, -100, 2, 1]), torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
+BYTES = TARGETS.clamp(0).byte()
 TRACED: Functions = {
     "containers that are edited": _edit,
     "lists in indices that change": _index,
@@ -123,25 +124,17 @@ TRACED: Functions = {
     "lists that grow": _append,
     "lists that change": _replace,
     "sizes that change": _resize,
-    "targets of bytes": lambda y: (
-        F.cross_entropy(y, TARGETS.clamp(0).byte()) * F.nll_loss(y, target=TARGETS.clamp(0).byte(), weight=WEIGHT)
-    ),
+    "targets of bytes": lambda y: F.cross_entropy(y, BYTES) * F.nll_loss(y, target=BYTES, weight=WEIGHT),
     "parts of nothing": lambda y: y * (len(y[:0].unbind(0)) + len(torch.unbind(y[:, :0], 1)) + 2),
     "multinomial": lambda y: y * (torch.multinomial(y[:, :1].exp(), 1) + 2),  # of one category
-    "linspace": lambda y: sum(
-        y * torch.linspace(-1.3, y.shape[0], steps, dtype=y.dtype).cos().mean() for steps in (1, 2, 7)
-    ),
+    "linspace": lambda y: sum(y * torch.linspace(-1.3, y.shape[0], n, dtype=y.dtype).cos().mean() for n in (1, 2, 7)),
     "argmin": lambda y: y * y.argmin(-1) + torch.argmin(y, dim=0, keepdim=True),
     "isfinite": lambda y: y * torch.isfinite(y / (y > 0)) + (y / (y > 0)).isfinite(),
     "dropout of features in evaluation": lambda y: F.dropout2d(y[0], 0.5, False) * F.feature_alpha_dropout(y[1], 0.5),
-    "eye": lambda y: (
-        y @ torch.eye(4, dtype=y.dtype)
-        + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y
-        + torch.eye(4, m=4)
-    ),
-    "as_tensor": lambda y: (
-        torch.as_tensor(y) * torch.as_tensor([1.0, 2.0, 0.5, 3.0]) + torch.as_tensor(y, dtype=torch.float32)
-    ),
+    "eye": lambda y: y @ torch.eye(4, dtype=y.dtype) + torch.eye(4, m=4),
+    "a wide eye": lambda y: torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y,
+    "as_tensor": lambda y: torch.as_tensor(y) * torch.as_tensor([1.0, 2.0, 0.5, 3.0]),
+    "as_tensor of a dtype": lambda y: torch.as_tensor(y, dtype=torch.float32),
     "binary cross entropies": _binary,
     "dictionaries that become empty": _clear,
     "inputs by keyword": lambda y: (
@@ -179,7 +172,8 @@ TRACED: Functions = {
     "trunc": lambda y: y.trunc() * y,
     "quotients": lambda y: torch.div(y, y[0] + 3, rounding_mode="trunc") + torch.div(y[0], y, rounding_mode="floor"),
     "bernoulli": lambda y: (y > 0).to(y.dtype).mul(y.sigmoid().ceil()).bernoulli(),
-    "dropout of all": lambda y: F.dropout(y, 1.0),
+    "dropout of all": lambda y: F.dropout(y, 1.0) + F.alpha_dropout(y, 1.0, True) + F.dropout2d(y[None], 1.0)[0],
+    "dropout of none": lambda y: F.dropout2d(y[None], 0.0)[0] * F.alpha_dropout(y, 0.0, True),
     "floor in place": lambda y: (y * 2).floor_(),
     "zeros in place": lambda y: (y * 2).zero_(),
     "a constant in place": lambda y: (y * 2).t().copy_(torch.ones(4, 4)),
@@ -195,13 +189,11 @@ LEAVES: Functions = {
     "fractional_max_pool2d": lambda y: F.fractional_max_pool2d(
         y[None], 2, output_size=(2, 2), _random_samples=y.new_zeros(1, 1, 2)
     ),
-    "multi_margin_loss": lambda y: F.multi_margin_loss(y, TARGETS.clamp(0), weight=WEIGHT),
+    "multi_margin_loss": lambda y: F.multi_margin_loss(y, BYTES.long(), weight=WEIGHT),
     "soft_margin_loss": lambda y: F.soft_margin_loss(y, y.detach().sign()),
-    "grid_sample": lambda y: F.grid_sample(y[None, None], grid=y.new_zeros(1, 2, 2, 2), align_corners=False),
     "flip": lambda y: y.flip(0) + torch.flip(y, (0, 1)) * y,
     "heaviside": lambda y: torch.heaviside(y.detach(), y.new_ones(4)) * y,
     "hstack": lambda y: torch.hstack([y, y * 2]),
-    "lstm_cell": lambda y: torch.lstm_cell(y, (y, y), y.new_ones(16, 4), y.new_ones(16, 4))[0],
     "index_put": lambda y: y.index_put((ROW,), y[1] * y[2]),
     "index_add": lambda y: y.index_add(0, ROW, y[:1] * 2) + torch.zeros_like(y).index_add_(0, ROW, y[:1], alpha=3),
     "lerp": lambda y: y.lerp(y * y, 0.3) + (y * 2).lerp_(y, 0.5),
@@ -209,11 +201,9 @@ LEAVES: Functions = {
     "__mod__": lambda y: y % 2.0,
     "remainder": lambda y: y.remainder(0.7) * (y * 2).remainder_(0.3),
     "pad": lambda y: F.pad(y[None], (1, 1), mode="reflect"),
-    "tile": lambda y: y.tile(2, 2) * 2,
     "unfold": lambda y: y.unfold(0, 2, 1) ** 2,
     "meshgrid": lambda y: torch.meshgrid([y[0], y[1]], indexing="ij")[0] * 2,
     "prod": lambda y: (y * torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=y.dtype)).prod(-1),
-    "positive": lambda y: +y * y,
 }
 """Functions that run as they are, under the names that a warning has."""
 
