@@ -115,6 +115,10 @@ class Step:
             self.bsyms.insert(position, symbol.bind(*args, **kwargs, output=out))
         return out
 
+    def repeat(self, position: int, after: int | None = None, **changes: Any) -> None:
+        """Insert a copy of the bound symbol at ``position`` after it, or after another one."""
+        self.bsyms.insert((position if after is None else after) + 1, self.bsyms[position].from_bsym(**changes))
+
     def read(self, position: int, value: TensorProxy) -> None:
         self.insert(position, prims.neg, value)
 
@@ -146,6 +150,14 @@ class Step:
     def verify(self) -> None:
         forward = None if self.trace is self.forward else self.forward
         verify(self.trace, forward=forward, original=self.original)
+
+
+def delete_early(step: Step) -> None:
+    step.bsyms.insert(step.at(PARAMS) + 1, prims.python_del.bind(step.weight(), output=None))
+
+
+def read_a_view_late(step: Step) -> None:
+    step.read(-1, step.view(step.at(PARAMS) + 2, step.view(step.at(PARAMS) + 1, step.weight())))
 
 
 def fuse_a_view(step: Step) -> None:
@@ -232,6 +244,8 @@ RELEASED, SHARDS = ("released backward", "kept+released backward"), ("secondary 
 _OVERWRITTEN, _UNDEFINED, _MOVED = "has overwritten for bucket", "which nothing before it defines", "moved across it"
 _PLACE, _OPERANDS = "but it is the gradient of", "other operands than when it was made"
 _IN_FLIGHT, _NO_GUARD = "before the wait for bucket", "before the guard of bucket"
+_OWN, _EXPECTS = r"but expects fsdp_\w+ of its own", "expects the parameters of .*"
+_LOST = r"\S+, which bound symbol \d+ of forward has overwritten"
 
 # Traces on which the mutations are tried, and each mutation with words of its message by name.
 MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
@@ -240,45 +254,24 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "a wait is missing": (lambda s: s.bsyms.pop(s.at(PARAMS)), _UNDEFINED),
         "a wait stands twice": (lambda s: s.bsyms.insert(s.at(PARAMS) + 1, s.get(PARAMS)), "in the trace twice"),
         "an issue stands twice": (lambda s: s.bsyms.insert(s.at(PARAMS), s.get(GATHER)), "in the trace twice"),
-        "a value is defined twice": (
-            lambda s: s.bsyms.insert(s.reader(s.at(PARAMS)) + 1, s.bsyms[s.reader(s.at(PARAMS))].from_bsym()),
-            "has defined",
-        ),
-        "a wait is repeated": (
-            lambda s: s.bsyms.insert(s.at(PARAMS) + 1, s.get(PARAMS).from_bsym()),
-            "waits a second time for",
-        ),
+        "a value is defined twice": (lambda s: s.repeat(s.reader(s.at(PARAMS))), "has defined"),
+        "a wait is repeated": (lambda s: s.repeat(s.at(PARAMS)), "waits a second time for"),
         "a gather is never waited for": (
-            lambda s: s.insert(-1, *(lambda b: (b.sym, *b.args))(s.get(GATHER))),
-            "fsdp_all_gather is never waited for",
+            lambda s: s.insert(-1, fsdp_all_gather, *s.get(GATHER).args),
+            "is never waited",
         ),
-        "a wait is for another bucket": (
-            lambda s: s.change(s.at(PARAMS), {0: s.get(PARAMS, 1).args[0]}),
-            "but expects fsdp_all_gather of its own",
-        ),
-        "parameters are waited for as gradients": (
-            lambda s: s.change(s.at(PARAMS), sym=fsdp_wait_grads),
-            "but expects fsdp_reduce_scatter of its own",
-        ),
+        "a wait is for another bucket": (lambda s: s.change(s.at(PARAMS), {0: s.get(PARAMS, 1).args[0]}), _OWN),
+        "parameters are waited for as gradients": (lambda s: s.change(s.at(PARAMS), sym=fsdp_wait_grads), _OWN),
         # Order
         "others communicate after a gather": (lambda s: communicate(s, s.at(GATHER) + 1), _MOVED),
         "a composite communicates": (lambda s: communicate(s, s.at(GATHER) + 1, inside=True), _MOVED),
-        "a value is read after `del`": (
-            lambda s: s.bsyms.insert(s.at(PARAMS) + 1, prims.python_del.bind(s.weight(), output=None)),
-            _UNDEFINED,
-        ),
+        "a value is read after `del`": (delete_early, _UNDEFINED),
         # Slots
         "a gather has no slot": (lambda s: s.change(s.at(GATHER), {1: None}), "has no slot"),
-        "a view of a view is read after reuse": (
-            lambda s: s.read(-1, s.view(s.at(PARAMS) + 2, s.view(s.at(PARAMS) + 1, s.weight()))),
-            _OVERWRITTEN,
-        ),
+        "a view of a view is read after reuse": (read_a_view_late, _OVERWRITTEN),
         "a view out of a fusion is read after reuse": (fuse_a_view, _OVERWRITTEN),
         # Buckets that forward leaves for backward
-        "a gather reuses a shared slot in a window": (
-            lambda s: s.change(s.at(GATHER), window="open"),
-            "which does not keep bucket",
-        ),
+        "a gather reuses a shared slot in a window": (lambda s: s.change(s.at(GATHER), window="open"), "does not keep"),
     },
     FW: {
         # Order
@@ -288,20 +281,14 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "a parameter is returned": (lambda s: s.return_(s.weight(-1)), r"returns '\w+', which is stored in"),
     },
     ("zero2 forward",): {
-        "another bucket is gathered over one that a window has left": (
-            gather_over_window,
-            r"expects the parameters of .* in own_\S+, which bound symbol \d+ of forward has overwritten",
-        )
+        "another bucket is gathered over one that a window has left": (gather_over_window, f"{_EXPECTS} in own_{_LOST}")
     },
-    ("zero3 forward",): {
-        # Slots
-        "a parameter is saved": (lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in"),
-    },
+    ("zero3 forward",): {"a parameter is saved": (lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in")},
     ("zero3 forward", "zero3 backward", "zero2 forward", "secondary forward"): {
-        "shards are swapped": (lambda s: swap(s.bsyms, GATHER), _OPERANDS),
+        "shards are swapped": (lambda s: swap(s.bsyms, GATHER), _OPERANDS)
     },
     ("zero3 backward", "zero2 backward"): {
-        "returned gradients are swapped": (lambda s: swap_returned(s.bsyms), _OPERANDS),
+        "returned gradients are swapped": (lambda s: swap_returned(s.bsyms), _OPERANDS)
     },
     BW: {
         # Order
@@ -318,16 +305,13 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "nothing reduces a gradient": (return_unreduced, "which nothing reduces"),
         "a gradient in place is read": (lambda s: s.read(s.at(GRAD) + 1, s.get(GRAD).output), "before its reduction"),
         # Buckets that forward leaves for backward
-        "a bucket is expected where another one has been gathered": (
-            expect_left,
-            "expects the parameters of .* has overwritten",
-        ),
+        "a bucket is expected where another one has been gathered": (expect_left, f"{_EXPECTS}.* has overwritten"),
     },
     KEPT: {
         "a guard is missing": (lambda s: s.bsyms.pop(s.at(GUARD, 1)), _NO_GUARD),
         "a guard is after the first read": (guard_late, _NO_GUARD),
         "a bucket is guarded again": (
-            lambda s: s.bsyms.insert(s.at(GRAD) + 1, s.get(GUARD).from_bsym(args=s.get(GRAD).args[:1])),
+            lambda s: s.repeat(s.at(GUARD), s.at(GRAD), args=s.get(GRAD).args[:1]),
             _OVERWRITTEN + "|before the wait for",
         ),
         "a saved parameter is read where its gradient is": (
@@ -341,25 +325,19 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "a saved parameter is returned": (lambda s: s.return_(saved_weight(s)[2]), _OVERWRITTEN),
     },
     RELEASED: {
-        "a slot is freed before the wait for its reduction": (
-            lambda s: free_early(s, before=False),
-            r"frees \S+ before the wait",
-        ),
+        "a slot is freed before its wait": (lambda s: free_early(s, before=False), r"frees \S+ before the wait"),
         "a slot is freed before its reduction": (lambda s: free_early(s, before=True), "has freed"),
     },
     ("released forward",): {
-        "parameters are freed before they are read": (
-            lambda s: free_in_forward(s, "released", s.at(PARAMS) + 1),
-            "has freed",
-        )
+        "parameters are freed early": (lambda s: free_in_forward(s, "released", s.at(PARAMS) + 1), "has freed")
     },
     ("kept+released forward",): {
         "a kept bucket is freed": (lambda s: free_in_forward(s, "kept+released", -1), "which backward reads")
     },
     SHARDS[:1]: {
-        "a shard is copied out of another gather": (
+        "another shard is copied": (
             lambda s: s.change(s.at(SECONDARY, 1), {0: s.get(SECONDARY).args[0]}),
-            r"not \('params'",
+            "not .'params'",
         ),
         "parameters whose shard is copied are swapped": (lambda s: swap(s.bsyms, SECONDARY), "which holds"),
         "a shard is not copied": (lambda s: s.bsyms.pop(s.at(SECONDARY)), _UNDEFINED),
@@ -373,7 +351,7 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
     ("hook backward",): {
         "a hook is not called": (
             lambda s: s.change(s.at("fsdp_wait_grads"), hook=None),
-            "calls the all_reduce_hook None, expected",
+            "all_reduce_hook None, expected",
         )
     },
 }
@@ -407,18 +385,13 @@ def test_backward_may_expect_only_buckets_that_its_forward_left() -> None:
     slot = step.slot(GATHER)
     step.change(step.at(GATHER), {1: slot.arena.slot(slot.arena.nbytes, slot.nbytes)})
     verify(step.trace)  # nothing is known about forward
-    with pytest.raises(
-        VerificationError,
-        check=coded("proof.invalid-bound-symbol", "where forward did not leave it"),
-    ):
+    with pytest.raises(VerificationError, check=coded("proof.invalid-bound-symbol", "where forward did not leave it")):
         step.verify()
 
 
 def test_gradients_over_kept_parameters_need_their_forward() -> None:
-    with pytest.raises(
-        VerificationError,
-        check=coded("proof.invalid-bound-symbol", "own_", "without a guard of bucket"),
-    ):
+    refusal = coded("proof.invalid-bound-symbol", "own_", "without a guard of bucket")
+    with pytest.raises(VerificationError, check=refusal):
         verify(Step("zero2", "backward").trace)
 
 
@@ -454,9 +427,8 @@ def test_a_view_that_forward_has_saved_is_followed() -> None:
 def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
     pinned = compiled("zero3").schedule
     assert pinned.forward.gathers_in_flight == 3
-    with pytest.raises(
-        VerificationError, check=coded("proof.invalid-bound-symbol", "gathers bucket '", "max_gathers_in_flight=2")
-    ):
+    refusal = coded("proof.invalid-bound-symbol", "gathers bucket '", "max_gathers_in_flight=2")
+    with pytest.raises(VerificationError, check=refusal):
         testing.compile_on_fake_ranks(blocks, 2, schedule=pinned, max_gathers_in_flight=2)
 
 
