@@ -134,9 +134,8 @@ def test_a_wrong_merged_trace_is_refused() -> None:
     order = merge([steps_of(way[0].trace) for way in ways])
     merged = follow_order(forward.trace, order=order, start=Start("forward_0"), buckets=buckets, sources={})
     right = assign_slots(merged)
-    with pytest.raises(
-        VerificationError, check=coded("proof.invalid-bound-symbol", "'blocks.3', gathered after bucket 'blocks.0'")
-    ):
+    refusal = coded("proof.invalid-bound-symbol", "'blocks.3', gathered after bucket 'blocks.0'")
+    with pytest.raises(VerificationError, check=refusal):
         verify(right)
     verify(right, machine=MachineInAnyOrder)
 

@@ -76,9 +76,8 @@ def test_functions_decide_by_module_and_tied_parameters_alike() -> None:
         "blocks.2.sent_as_exact_int8": (None, "int8"),
         "last": (None, "int8"),
     }
-    with pytest.raises(
-        ValueError, check=coded("option.tied-parameter-decided-twice", "comm_policy", "embedding.weight", "head.weight")
-    ):
+    refusal = coded("option.tied-parameter-decided-twice", "comm_policy", "embedding.weight", "head.weight")
+    with pytest.raises(ValueError, check=refusal):
         compile_model(TiedWeights, comm_policy=lambda name, module: P(gather="int8") if name == "head" else None)
     tied = compile_model(TiedWeights, comm_policy=P(gather="int8", exempt=("head",)))
     assert _formats(tied)["embedding"] == (None, None), "it is exempt by one of its names"

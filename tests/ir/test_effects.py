@@ -102,13 +102,11 @@ def test_a_new_symbol_is_proved_by_its_declaration() -> None:
     def lose(bsyms: list[BoundSymbol]) -> None:
         bsyms[:] = [next(b for b in bsyms if b.sym is broadcast), bsyms[-1].from_bsym(args=((),))]
 
-    with pytest.raises(
-        VerificationError, check=coded("proof.invalid-bound-symbol", "writes slot_", "before the wait for bucket")
-    ):
+    refusal = coded("proof.invalid-bound-symbol", "writes slot_", "before the wait for bucket")
+    with pytest.raises(VerificationError, check=refusal):
         verify(changed(overwrite))
-    with pytest.raises(
-        VerificationError, check=coded("proof.invalid-bound-symbol", "broadcast_bucket is never waited for")
-    ):
+    refusal = coded("proof.invalid-bound-symbol", "broadcast_bucket is never waited for")
+    with pytest.raises(VerificationError, check=refusal):
         verify(changed(lose))
 
 

@@ -91,9 +91,8 @@ def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None
     peak = compiled.memory.peak
     check(limit=peak.nbytes)
     assert max(wasted := compiled.memory.wasted) > 0 and f", {wasted[peak.position]:,} wasted" in str(compiled.memory)
-    with pytest.raises(
-        MemoryLimitError, check=coded("plan.traces-exceed-max-memory", f"{peak.nbytes:,}", peak.position, peak.phase)
-    ):
+    refusal = coded("plan.traces-exceed-max-memory", f"{peak.nbytes:,}", peak.position, peak.phase)
+    with pytest.raises(MemoryLimitError, check=refusal):
         check(limit=peak.nbytes - 1)
 
 

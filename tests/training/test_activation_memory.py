@@ -105,18 +105,15 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("name", "no_sync", "options", "within", "share", "most"),
+    ("name", "options", "within", "share", "most"),
     [
-        ("dropping", True, {"sharding_strategy": "zero2"}, {}, 0.85, 2),
-        (
-            *("gpt", False, {"steps": 4, "repeats": False}),
-            *({"sharding_strategy": Sharding(release=True), "prefetch": 1}, 0.83, 9),
-        ),
+        ("dropping", {"no_sync": True, "sharding_strategy": "zero2"}, {}, 0.85, 2),
+        ("gpt", {"steps": 4, "repeats": False}, {"sharding_strategy": Sharding(release=True), "prefetch": 1}, 0.83, 9),
     ],
 )
 @on_ranks()
 def test_recomputation_changes_no_bit_of_a_step(
-    rank: int, name: str, no_sync: bool, options: dict[str, Any], within: dict[str, Any], share: float, most: int
+    rank: int, name: str, options: dict[str, Any], within: dict[str, Any], share: float, most: int
 ) -> None:
     """Compare steps within a limit with a step without one.
 
@@ -125,9 +122,9 @@ def test_recomputation_changes_no_bit_of_a_step(
         share: the limit as a share of the peak without a limit.
         most: the fewest reductions in flight of any compiled step are at most as many.
     """
-    free, expected = _train(name, rank, no_sync=no_sync, **options)
+    free, expected = _train(name, rank, **options)
     limit = int(share * max(compiled.memory.peak.nbytes for compiled in free.compiled))
-    limited, found = _train(name, rank, no_sync=no_sync, **options, **within, max_memory=limit)
+    limited, found = _train(name, rank, **options, **within, max_memory=limit)
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), f"value {number} of {name}"
     assert all(compiled.memory.peak.nbytes <= limit for compiled in limited.compiled)

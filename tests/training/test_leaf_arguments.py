@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from thunder_fsdp_sched import fsdp
 
@@ -19,55 +20,44 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 SIZE = 4
 
 
-class Merge(nn.Module):
-    """Puts rows of features in the places of a token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.project = nn.Embedding(8, SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        places = tokens == 7
-        if places.sum() != features.shape[0]:
-            raise ValueError(f"{places.sum()} tokens for {features.shape[0]} features")
-        return self.table(tokens).masked_scatter(places[:, None], self.project(features))
+def merge(self: Any, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Put rows of features in the places of a token."""
+    places = tokens == 7
+    if places.sum() != features.shape[0]:
+        raise ValueError(f"{places.sum()} tokens for {features.shape[0]} features")
+    return self.table(tokens).masked_scatter(places[:, None], self.project(features))
 
 
-class Hooked(nn.Module):
-    """Registers a hook in its first call, and branches on data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.is_hooked = nn.Linear(SIZE, SIZE), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_hooked:
-            self.linear.register_forward_hook(lambda module, args, output: output * 3)
-            self.is_hooked = True
-        y = self.linear(x)
-        return y * 2 if y.sum() > 0 else y
+def hook_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Register a hook in the first call, and branch on data."""
+    if not self.is_hooked:
+        self.linear.register_forward_hook(lambda module, args, output: output * 3)
+        self.is_hooked = True
+    y = self.linear(x)
+    return y * 2 if y.sum() > 0 else y
 
 
-class Checks(nn.Module):
-    """Branches on what it computes from its arguments, as transformers' models do to check labels and masks."""
+def check_arguments(self: Any, x: torch.Tensor, labels: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Branch on what is computed from arguments, as transformers' models do to check labels and masks."""
+    if labels.max() >= SIZE or labels[0] < 0:
+        raise ValueError(f"labels must be below {SIZE}")
+    y = self.linear(x)
+    if options["mask"].sum().item() > 1 and not (labels == 3).any():
+        y = self.other(y) * options["mask"]
+    return y[labels]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.other = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
-        if labels.max() >= SIZE or labels[0] < 0:
-            raise ValueError(f"labels must be below {SIZE}")
-        y = self.linear(x)
-        if options["mask"].sum().item() > 1 and not (labels == 3).any():
-            y = self.other(y) * options["mask"]
-        return y[labels]
+def layers(*names: str) -> dict[str, nn.Module]:
+    return {name: nn.Linear(SIZE, SIZE) for name in names}
+
+
+def checking() -> nn.Module:
+    return Calling(check_arguments, **layers("linear", "other"))
 
 
 def test_a_leaf_is_observed_on_the_arguments_of_the_model() -> None:
-    both = Beside(
-        Calling(lambda self, *args: self.head(self.merge(*args)), merge=Merge(), head=nn.Linear(SIZE, 2)).double()
-    )
+    inner = Calling(merge, table=nn.Embedding(8, SIZE), **layers("project"))
+    both = Beside(Calling(lambda self, *args: self.head(self.merge(*args)), merge=inner, **layers("head")).double())
     tokens, features = torch.tensor([1, 7, 2, 7]), torch.randn(2, SIZE, dtype=torch.float64)
     both.check(tokens, features)
     with pytest.raises(ValueError, match="2 tokens for 3 features"):
@@ -89,7 +79,7 @@ def test_an_operator_may_read_a_sparse_tensor() -> None:
 
 
 def test_a_trace_that_fails_leaves_no_hooks() -> None:
-    both = Beside(nn.Sequential(Hooked(), nn.Linear(SIZE, SIZE)).double())
+    both = Beside(nn.Sequential(Calling(hook_once, is_hooked=False, **layers("linear"))).double())
     for seed in range(3):
         both.check(torch.randn(2, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
     assert len(both.own[0].linear._forward_hooks) == 1
@@ -97,7 +87,7 @@ def test_a_trace_that_fails_leaves_no_hooks() -> None:
 
 def test_the_outermost_module_branches_on_its_arguments() -> None:
     torch.manual_seed(0)
-    both = Beside(Checks().double())
+    both = Beside(checking().double())
     x, mask = torch.randn(4, SIZE, dtype=torch.float64), torch.ones(SIZE, dtype=torch.float64)
     for labels in ([0, 1], [2, 0], [0, 3], [1, 1]):
         for options in ({"mask": mask}, {"mask": mask * 0}):
@@ -110,7 +100,7 @@ def test_the_outermost_module_branches_on_its_arguments() -> None:
 
 
 def test_under_autocast_only_what_it_does_not_change_is_a_branch() -> None:
-    model = thunder.jit(Checks(), transforms=[fsdp()])
+    model = thunder.jit(checking(), transforms=[fsdp()])
     x, labels = torch.ones(2, SIZE), torch.tensor([0, 1])
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -124,7 +114,7 @@ def test_under_autocast_only_what_it_does_not_change_is_a_branch() -> None:
 
 
 def test_a_branch_is_of_the_shapes_that_it_was_traced_for() -> None:
-    both = Beside(Checks().double())
+    both = Beside(checking().double())
     options = {"mask": torch.ones(SIZE, dtype=torch.float64)}
     for rows in (2, 3, 2):
         both.check(torch.randn(4, SIZE, dtype=torch.float64), torch.arange(rows), options)

@@ -190,120 +190,103 @@ def _depends(part: Any, x: torch.Tensor) -> torch.Tensor:
     return y if y.abs().max().item() > 1e3 else y.detach()
 
 
-ERRORS: dict[str, tuple[Case, type[Exception], coded | says]] = {
-    "writes to what a leaf has returned": (
-        (lambda part, x: x, lambda model, x: (lambda y: y.mul_(2) + x)(model.part(x))),
-        NotImplementedError,
-        coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
-    ),
-    "writes to one of two that share memory": (
-        (
+_UNKNOWN_VIEW = coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'")
+_INPUT, _OF_PART = coded("leaf.changes-input-in-place", "input 0"), "the leaf module 'part'"
+_NOT_TRACED = coded("module.not-reproduced-by-trace")
+
+ERRORS: dict[type[Exception], dict[str, tuple[Any, Any, coded | says]]] = {
+    NotImplementedError: {
+        "writes a result": (
+            lambda part, x: x,
+            lambda model, x: (lambda y: y.mul_(2) + x)(model.part(x)),
+            _UNKNOWN_VIEW,
+        ),
+        "writes one of two results that share memory": (
             lambda part, x: (y := part.linear(x), y.t()),
             lambda model, x: (lambda y, z: y.mul_(2) + z.sum())(*model.part(x)),
+            _UNKNOWN_VIEW,
         ),
-        NotImplementedError,
-        coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
-    ),
-    "writes to a buffer that a leaf has returned": (
-        (
+        "sets an attribute before": (
+            lambda part, x: part.linear(x) * part.scale,
+            _set,
+            _NOT_TRACED.naming(f"changes 'scale' of {_OF_PART}"),
+        ),
+        "changes a buffer before": (
+            lambda part, x: part.linear(x) * part.calls,
+            _count,
+            _NOT_TRACED.naming(f"changes 'calls' of {_OF_PART}"),
+        ),
+        "reads an attribute after": (
+            _assign_aux,
+            lambda model, x: model.part(x) + model.part.aux,
+            _NOT_TRACED.naming(f"reads 'aux', which {_OF_PART} changes"),
+        ),
+        "writes a view of a parameter through data": (
+            lambda part, x: (part.linear.weight.t()[1:].data.clamp_(0), part.linear(x))[1],
+            _through,
+            coded("leaf.parameter-changed-in-place", "linear.weight"),
+        ),
+        "writes a buffer that it returns": (
             lambda part, x: (part.linear(x), part.calls),
             lambda model, x: (lambda y, calls: (calls.add_(1), y)[1])(*model.part(x)),
+            _UNKNOWN_VIEW,
         ),
-        NotImplementedError,
-        coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
-    ),
-    "writes to an attribute that a leaf has returned": (
-        (_assign_scale, lambda model, x: (lambda y, scale: y * scale.mul_(2))(*model.part(x))),
-        NotImplementedError,
-        coded("module.in-place-change-of-unknown-view", "'fsdp_leaf'"),
-    ),
-    "an attribute that is set before": (
-        (lambda part, x: part.linear(x) * part.scale, _set),
-        NotImplementedError,
-        coded("module.not-reproduced-by-trace", "changes 'scale' of the leaf module 'part'"),
-    ),
-    "a buffer that is changed before": (
-        (lambda part, x: part.linear(x) * part.calls, _count),
-        NotImplementedError,
-        coded("module.not-reproduced-by-trace", "changes 'calls' of the leaf module 'part'"),
-    ),
-    "an attribute that is read after": (
-        (_assign_aux, lambda model, x: model.part(x) + model.part.aux),
-        NotImplementedError,
-        coded("module.not-reproduced-by-trace", "reads 'aux', which the leaf module 'part' changes"),
-    ),
-    "a hook of a parameter": (
-        (
+        "writes an attribute that it returns": (
+            _assign_scale,
+            lambda model, x: (lambda y, scale: y * scale.mul_(2))(*model.part(x)),
+            _UNKNOWN_VIEW,
+        ),
+        "writes a parameter through NumPy": (
+            lambda part, x: (part.linear.weight.detach().numpy().fill(0.5), part.linear(x))[1],
+            _through,
+            coded("leaf.parameter-changed-in-place", "linear.weight"),
+        ),
+        "writes its input through NumPy": (
+            lambda part, x: (x.detach().numpy().fill(0.5), part.linear(x))[1],
+            _through,
+            _INPUT,
+        ),
+        "writes its input": (lambda part, x: part.linear(x.mul_(2)), _through, _INPUT),
+        "writes its input through data": (lambda part, x: part.linear(x) + x.data.mul_(2), _through, _INPUT),
+        "communicates": (_communicate, _through, says(r"'part' \(Part\) communicates \(c10d::allreduce_\)")),
+    },
+    RuntimeError: {
+        "a hook of a parameter": (
             lambda part, x: (part.linear.weight.register_hook(torch.neg), part.linear(x))[1],
-            lambda model, x: model.part(x),
+            _through,
+            coded("leaf.hook-of-parameter-in-forward", "linear.weight"),
         ),
-        RuntimeError,
-        coded("leaf.hook-of-parameter-in-forward", "linear.weight"),
-    ),
-    "an exception of the program": ((_raise, _through), KeyError, says("mine")),
-    "keeps a parameter": (
-        (_keep, _through),
-        RuntimeError,
-        coded("leaf.parameter-kept", "'part' (Part)", "'linear.weight'"),
-    ),
-    "writes a view of a parameter through data": (
-        (lambda part, x: (part.linear.weight.t()[1:].data.clamp_(0), part.linear(x))[1], _through),
-        NotImplementedError,
-        coded("leaf.parameter-changed-in-place", "linear.weight"),
-    ),
-    "writes a parameter through NumPy": (
-        (lambda part, x: (part.linear.weight.detach().numpy().fill(0.5), part.linear(x))[1], _through),
-        NotImplementedError,
-        coded("leaf.parameter-changed-in-place", "linear.weight"),
-    ),
-    "writes its input through NumPy": (
-        (lambda part, x: (x.detach().numpy().fill(0.5), part.linear(x))[1], _through),
-        NotImplementedError,
-        coded("leaf.changes-input-in-place", "input 0"),
-    ),
-    "writes its input": (
-        (lambda part, x: part.linear(x.mul_(2)), _through),
-        NotImplementedError,
-        coded("leaf.changes-input-in-place", "input 0"),
-    ),
-    "writes its input through data": (
-        (lambda part, x: part.linear(x) + x.data.mul_(2), _through),
-        NotImplementedError,
-        coded("leaf.changes-input-in-place", "input 0"),
-    ),
-    "communicates": (
-        (_communicate, _through),
-        NotImplementedError,
-        says(r"'part' \(Part\) communicates \(c10d::allreduce_\)"),
-    ),
-    "a sparse gradient": (
-        (lambda part, x: F.embedding((x > 0).long(), part.linear.weight, sparse=True), _through),
-        RuntimeError,
-        coded("leaf.sparse-gradient", "'part' (Part)"),
-    ),
-    "an object": (
-        (lambda part, box: part.linear(box.x), lambda model, x: model.part(SimpleNamespace(x=x))),
-        TypeError,
-        coded("leaf.argument-of-other-type", "SimpleNamespace"),
-    ),
+        "keeps a parameter": (_keep, _through, coded("leaf.parameter-kept", "'part' (Part)", "'linear.weight'")),
+        "a sparse gradient": (
+            lambda part, x: F.embedding((x > 0).long(), part.linear.weight, sparse=True),
+            _through,
+            coded("leaf.sparse-gradient", "'part' (Part)"),
+        ),
+    },
+    KeyError: {"an exception of the program": (_raise, _through, says("mine"))},
+    TypeError: {
+        "an object": (
+            lambda part, box: part.linear(box.x),
+            lambda model, x: model.part(SimpleNamespace(x=x)),
+            coded("leaf.argument-of-other-type", "SimpleNamespace"),
+        )
+    },
 }
 
 PATTERNS: dict[str, tuple[Any, type[Exception], coded]] = {
     "matches nothing": ("*.mlps", ValueError, coded("leaf.pattern-matches-nothing", "*.mlps", "Model")),
     "the model": (Model, ValueError, coded("leaf.model-itself-as-leaf")),
-    "another shape": (
-        ("part", lambda x: x[:1]),
-        RuntimeError,
-        coded("leaf.returns-another-shape", "(2, 4)", "(1, 4)"),
-    ),
+    "another shape": (("part", lambda x: x[:1]), RuntimeError, coded("leaf.returns-another-shape", "(2, 4)", "(1, 4)")),
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_what_would_be_wrong_is_an_error(name: str) -> None:
-    case, error, expected = ERRORS[name]
-    with pytest.raises(error, check=expected):
-        _beside(case).model(X).sum().backward()
+@pytest.mark.parametrize(
+    ("kind", "part", "whole", "expected"),
+    [pytest.param(kind, *row, id=name) for kind, errors in ERRORS.items() for name, row in errors.items()],
+)
+def test_what_would_be_wrong_is_an_error(kind: type[Exception], part: Any, whole: Any, expected: coded | says) -> None:
+    with pytest.raises(kind, check=expected):
+        _beside((part, whole)).model(X).sum().backward()
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -377,15 +360,10 @@ def test_gradients_of_a_tensor_that_a_leaf_has_kept_are_not_lost_silently() -> N
             (model(X).sum() + model._model.part.aux).backward()
             model(X)
         model(X).sum().backward()  # training goes on
-
-
-def test_a_loss_of_a_tensor_that_a_leaf_has_kept_is_an_error_at_once() -> None:
-    model = _beside((_assign_aux, lambda model, x: model.last(model.part(x)))).model
-    y = model(torch.ones(2, SIZE, dtype=torch.float64, requires_grad=True))
-    y.sum().backward(retain_graph=True)
+    model(X.clone().requires_grad_()).sum().backward(retain_graph=True)
     before = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, check=coded("leaf.gradients-outside-backward")):
-        model._model.part.aux.backward()
+        model._model.part.aux.backward()  # at once
     for param, grad in zip(model.parameters(), before, strict=True):
         assert (param.grad is None) == (grad is None) and (grad is None or torch.equal(param.grad.to_local(), grad))
 

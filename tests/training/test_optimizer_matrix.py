@@ -238,8 +238,9 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model() -> None
 
 @on_ranks(2)
 def test_a_step_on_plain_rows_leaves_what_a_step_of_the_unsharded_model_leaves() -> None:
-    for make in (partial(AdamW, lr=0.1), partial(AdamW, lr=0.1, foreach=True), partial(SGD, lr=0.1, momentum=0.9)):
-        run = _run(make)
+    kernels = ({"foreach": False}, {"foreach": True}, {"fused": True})
+    for make in (*(partial(AdamW, lr=0.1, **kernel) for kernel in kernels), partial(SGD, lr=0.1, momentum=0.9)):
+        run = _run(make, exact="fused" not in make.keywords)
         run.gradients(0)
         for optimizer in run.optimizers:
             group = optimizer.param_groups[0]

@@ -63,18 +63,6 @@ def _set_factor(run: Run) -> None:
     run.unsharded = None
 
 
-def _fail(run: Run) -> None:
-    for model in run.models:
-        with pytest.raises(RuntimeError):
-            model(torch.ones(3, 2, dtype=torch.float64))
-
-
-def _drop(run: Run) -> None:
-    for model in run.every:
-        for param in model.parameters():
-            param.grad = None
-
-
 def _share(run: Run) -> None:
     """Let a parameter of another bucket have a late gradient."""
     for model in run.every:
@@ -85,32 +73,20 @@ _last = do.micro_batch(1, no_sync=False)
 
 HISTORY: list[Callable[[Run], Any]] = [
     *(_last, _step),
-    *(_last, do.clip(), partial(_step, late=False)),
     *(_last, _last, partial(_step, late=False)),  # the second backward adds to gradients of the first
     *(do.micro_batch(2), _last, partial(_step, late=False)),  # the end of a window adds what has accumulated
-    *(_last, do.forward(3, grad=False), partial(_step, late=None)),  # it may use the same slots
-    *(_last, _share, _step),
-    *(_last, _drop, do.micro_batch(4, no_sync=False), _step),
-    *(_last, do.change(lambda p: p.mul_(2)), _step),
-    *(_last, _fail, _step),
-    *(do.forward(5), do.forward(6), do.backward(0), do.backward(), partial(_step, late=False)),
-    *(do.micro_batch(7, no_sync=False, batch=2), _step),
-    *(_last, do.save_and_load(), _overlap, _step, _last, _step),
+    *(_last, _share, _step, _last, _set_factor, _step, _last, _step),
 ]
-
-
-def _stack() -> Stack:
-    return Stack(2).double()
+"""The world (``tests/world.py``) draws other histories."""
 
 
 adamw = partial(torch.optim.AdamW, lr=0.01)
 _bfloat16 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
 
 SCENARIOS = {
-    "zero3": Scenario(_stack, [_overlap, *HISTORY], others=[{}], optimizer=adamw),
     "zero2, gradients freed": Scenario(
-        _stack,
-        [partial(_overlap, free_gradients=True), *HISTORY, *(_last, _set_factor, _step, _last, _step)],
+        lambda: Stack(2).double(),
+        [partial(_overlap, free_gradients=True), *HISTORY],
         {"sharding_strategy": "zero2", "transport": "flat"},
         others=[{}],
     ),

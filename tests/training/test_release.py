@@ -10,12 +10,9 @@ from thunder_fsdp_sched import Sharding
 
 import pytest
 import torch
-from coded import coded
-from device_thread import backward_on
 from extending import extended
 from internals import ops
 from models import Stack, compile_model
-from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 
 
@@ -56,22 +53,6 @@ def _evaluate_between_forward_and_backward(run: Run) -> None:
     run.step()
 
 
-def _run_two_forwards(run: Run) -> None:
-    run.forward(4)
-    run.forward(5)
-    if _gathers_again(run):
-        run.backward(0)
-        run.backward(0)
-        run.step()
-    else:
-        first, second = (pending.losses[0] for pending in run.pending)
-        second.backward()
-        with pytest.raises(RuntimeError, check=coded("step.memory-released-before-backward")):
-            first.backward()
-        run.pending.clear()
-        run.model.zero_grad()
-
-
 def _fail_in_backward(run: Run) -> None:
     calls = itertools.count(1)
     real = ops.issue
@@ -102,7 +83,7 @@ def _stack() -> torch.nn.Module:
 
 FREED = [
     *(do.micro_batch(0), _check_nothing_is_allocated, do.micro_batch(1, no_sync=False), do.step()),
-    *(_evaluate_between_forward_and_backward, _run_two_forwards, _fail_in_backward),
+    *(_evaluate_between_forward_and_backward, _fail_in_backward),
     *(do.train(2), _check_nothing_is_allocated),
 ]
 EXTENDED = [
@@ -144,15 +125,3 @@ def test_predicted_memory_shows_that_buckets_are_freed(strategy: str) -> None:
     assert step.memory.peak.nbytes <= never.memory.peak.nbytes
     assert never.memory.bytes_at(len(never.memory.statements) - 1)["unsharded buckets"] > 0
     assert step.memory.bytes_at(len(step.memory.statements) - 1)["unsharded buckets"] == 0
-
-
-@on_ranks()
-def test_modules_release_memory_beside_each_other_with_backward_on_another_thread() -> None:
-    def mixed(name: str, module: Any) -> str:
-        return "zero2" if name.startswith("blocks.0") else "zero3"
-
-    with backward_on("device"):
-        runs = [Run(_stack(), sharding_strategy=Sharding(mixed, release=True)) for _ in range(2)]
-        for step in range(3):
-            for run in runs:
-                run.train(1, first=step)

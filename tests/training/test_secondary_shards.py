@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import Sharding, fsdp, testing
@@ -53,68 +52,48 @@ def _check_one_module(run: Run) -> None:
 
 
 def _change_under_a_live_graph(run: Run) -> None:
-    """Change a parameter of the first model between forward and backward, which is an error, and change it back."""
+    """Change a parameter between forward and backward, which is an error, and change it back."""
     run.forward(5)
-    loss, other = run.pending.pop().losses
     weight = run.model.get_parameter("blocks.1.down.weight")
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    other.backward()
-    for model in run.models:
-        model.zero_grad()
+        run.pending.pop().losses[0].backward()
+    run.model.zero_grad()
     with torch.no_grad():
         weight.div_(2)
 
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-AMONG_ALL = [{"sharding_strategy": "zero3"}]
-"""A model whose backward gathers among all ranks: the oracle of those whose backward gathers among two."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "layers": {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat"},
-    "all_reduce": {"transport": "all_reduce"},
-    "release": {"sharding_strategy": Sharding(secondary_ranks=2, release=True)},
-    "sharded": {"accumulate": "sharded"},
-}
-CASES = [("layers", "sharded"), ("all_reduce", "release")]
-
 STEPS = [
     *(do.micro_batch(1, no_sync=False), do.step()),
     *(do.micro_batch(2), do.micro_batch(3, no_sync=False), do.step()),
-    *(do.micro_batch(4), do.micro_batch(5, no_sync=False), do.step()),
-    _check_groups,
-]
-HISTORY = [
     *(do.forward(1), do.forward(2)),  # each backward has the secondary shards of its own forward
-    *(do.backward(0), do.backward(0), do.step()),
+    *(do.backward(0), do.backward(0), do.step(), _check_groups),
+]
+KEPT = [
     *(do.forward(3), do.forward(4, grad=False), do.backward(retain=True), do.backward(), do.step()),
     *(_change_under_a_live_graph, do.micro_batch(6, no_sync=False), do.step()),
 ]
-_scenario = partial(Scenario, others=AMONG_ALL, oracle=None, optimizer=ADAMW, ranks=4)
-
-
-def _options(*names: str) -> dict[str, Any]:
-    chosen = {key: value for name in names for key, value in OPTIONS[name].items()}
-    return {"sharding_strategy": Sharding(secondary_ranks=2), "dtype": torch.float32, **chosen}
 
 
 def _of_one_block(name: str, module: nn.Module) -> int | None:
     return 2 if name == "blocks.1" else None
 
 
+def _scenario(actions: list[Any], options: dict[str, Any]) -> Scenario:
+    options = {"sharding_strategy": Sharding(secondary_ranks=2), **options}
+    return Scenario(lambda: _small().double(), actions, options, ranks=4)
+
+
 SCENARIOS = {
-    **{
-        "-".join(names): Scenario(lambda: _small().double(), STEPS, _options(*names) | {"dtype": None}, ranks=4)
-        for names in CASES
-    },
-    "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
-    "one module": Scenario(
-        lambda: _small().double(),
-        [do.train(2), _check_one_module],
-        {"sharding_strategy": Sharding(secondary_ranks=_of_one_block)},
-        ranks=4,
+    "flat": _scenario(
+        [*STEPS, *KEPT], {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat", "accumulate": "sharded"}
+    ),
+    "released": _scenario(
+        STEPS, {"transport": "all_reduce", "sharding_strategy": Sharding(secondary_ranks=2, release=True)}
+    ),
+    "one module": _scenario(
+        [do.train(2), _check_one_module], {"sharding_strategy": Sharding(secondary_ranks=_of_one_block)}
     ),
 }
 

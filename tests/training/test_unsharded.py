@@ -169,10 +169,8 @@ def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(ran
             if rank == 0:
                 module.first.weight = nn.Parameter(torch.zeros(4, 4))
     check()
-    with pytest.raises(
-        tfs.ScheduleDisagreement,
-        check=coded("ranks.actions-differ", "first.weight first.bias of module", "last.weight last.bias of module"),
-    ):
+    refusal = coded("ranks.actions-differ", "first.weight first.bias of module", "last.weight last.bias of module")
+    with pytest.raises(tfs.ScheduleDisagreement, check=refusal):
         with tfs.unsharded(model, "last" if rank else "first"):
             pass
     check()
@@ -261,9 +259,8 @@ def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> N
     )
     with tfs.unsharded(replicated, from_rank=3) as module:
         module.first.weight.fill_(rank)
-    with pytest.raises(
-        tfs.ScheduleDisagreement, check=coded("ranks.ranks-disagree", "rank 0: first.bias: ", "rank 2: first.bias: ")
-    ):
+    refusal = coded("ranks.ranks-disagree", "rank 0: first.bias: ", "rank 2: first.bias: ")
+    with pytest.raises(tfs.ScheduleDisagreement, check=refusal):
         with tfs.unsharded(replicated) as module:
             module.first.bias.fill_(rank // 2)  # replicas differ
     whole = tfs.full_state_dict(replicated)

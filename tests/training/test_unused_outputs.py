@@ -6,21 +6,21 @@ import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-from thunder_fsdp_sched import Init, fsdp
+from thunder_fsdp_sched import Init, Sharding, fsdp
 
 import pytest
 import thunder
 import torch
 from beside import Beside, compare_gradients
 from models import Calling
-from ranks import on_ranks
+from random_models import BlockSpec, ModelSpec
+from ranks import Ranks, on_ranks
 from scenario import whole_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-WAYS = [("zero2", "unsharded"), ("zero3", "sharded")]
+from world import Action, Call, Mode, World
+from world_replay import replay
 
 
 class Heads(nn.Module):
@@ -34,19 +34,6 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> dict[str, torch.Tensor]:
         h = torch.tanh(self.trunk(x))
         return {"a": h @ self.a, "b": self.last(h @ self.b @ self.b.t()) * z, "h": h.detach()}
-
-
-WINDOWS: list[list[tuple[str, str]]] = [
-    [("a", "a")],
-    [("a", "b")],
-    [("b", "b")],
-    [("a", "a"), ("a", "a")],
-    [("b", "a"), ("a", "a")],
-    [("a", "a"), ("a", "b")],
-    [("a", "b"), ("b", "b"), ("ab", "b")],
-    [("b", "a"), ("a", "b")],
-]
-"""Of each window, the micro-batches: which outputs the two ranks use."""
 
 
 def _inputs(*seeds: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,40 +52,29 @@ def _models(**options: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy(module), thunder.jit(module, transforms=[fsdp(**options)])
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), WAYS)
-@on_ranks(2)
-def test_what_no_rank_has_used_has_no_gradient(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
-    reference, model = _models(sharding_strategy=strategy, accumulate=accumulate)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.5) for m in (reference, model)]
-    calls: list[str] = []
-    for name, param in model.named_parameters():
-        param.register_hook(lambda grad, name=name: calls.append(name))
-    control = model._lc_transforms[-1].sharded.control
+A, B, BOTH = range(3)
+WINDOWS = (
+    *([(A, A)], [(A, B)], [(B, B)], [(A, A), (A, A)], [(B, A), (A, A)], [(A, A), (A, B)]),
+    *([(A, B), (B, B), (BOTH, B)], [(B, A), (A, B)]),
+)
+"""Of each window, the micro-batches: which outputs the two ranks use."""
+
+
+@pytest.mark.parametrize("options", [{"sharding_strategy": Sharding("zero2")}, {"accumulate": "sharded"}])
+def test_what_no_rank_has_used_has_no_gradient(ranks: Ranks, options: dict[str, Any]) -> None:
+    history: list[Action] = []
     for number, window in enumerate(WINDOWS):
-        calls.clear()
-        with mock.patch.object(control, "gather_settled", side_effect=control.gather_settled) as exchanged:
-            for micro_batch, used in enumerate(window):
-                for other in range(world_size):
-                    (_loss(reference(*_inputs(number, micro_batch, other)), used[other]) / world_size).backward()
-                x, z = _inputs(number, micro_batch, rank)
-                is_last = micro_batch == len(window) - 1
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    _loss(model(x, z), used[rank]).backward()
-                assert (z.grad is None) is ("b" not in used[rank])
-        # Ranks exchange names only if they have used different parameters.
-        of_ranks = [set("".join(used[other] for used in window)) for other in range(world_size)]
-        assert exchanged.call_count == (of_ranks[0] != of_ranks[1])
-        compare_gradients(model, reference, f"window {number},", rtol=1e-11, atol=1e-11)
-        assert sorted(calls) == sorted(name for name, param in reference.named_parameters() if param.grad is not None)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole_of(ours), theirs.data, rtol=1e-11, atol=1e-11)
-    steps = [
-        [float(optimizer.state[p]["step"]) for p in optimizer.param_groups[0]["params"]] for optimizer in optimizers
-    ]
-    assert steps[0] == steps[1] and len(set(steps[0])) > 1
+        for micro_batch, used in enumerate(window, 1):
+            mode = Mode(no_sync=micro_batch < len(window))
+            history += [Action("forward", mode, used, seed=10 * number + micro_batch), Action("backward")]
+        history += [Action("step"), Action("zero_grad", value=1)]
+    calls = Call(outputs=(0,)), Call(outputs=(1,)), Call()
+    options = {"sharding_strategy": Sharding(), **options}
+    model = ModelSpec(3, (BlockSpec("linear", 1, False, True),), (), (), False)
+    replay(
+        ranks,
+        World(model, options, calls=calls, optimizer="adamw", hooks=True, alike=True, histories=(tuple(history),)),
+    )
 
 
 @on_ranks(2)
