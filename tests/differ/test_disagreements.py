@@ -25,32 +25,20 @@ from scenario import loss_of
 Do = Callable[[DifferingRun], Any]
 
 
-def _forward(run: DifferingRun, way: str | None = "0") -> torch.Tensor:
-    return tfs.without_batch(run.model) if way is None else loss_of(run.model(*run.inputs(7), way))
+def _call(way: str | None = "0", *, training: bool = True, no_sync: bool = False, grad: bool = True) -> Do:
+    """Return a function that runs forward in a mode."""
 
+    def call(run: DifferingRun) -> torch.Tensor:
+        run.model.train(training)
+        with torch.set_grad_enabled(grad), run.model.no_sync() if no_sync else nullcontext():
+            return tfs.without_batch(run.model) if way is None else loss_of(run.model(*run.inputs(7), way))
 
-def _without_batch(run: DifferingRun) -> torch.Tensor:
-    return tfs.without_batch(run.model)
-
-
-def _evaluate(run: DifferingRun, way: str | None = "0") -> None:
-    run.model.eval()
-    _forward(run, way)
-
-
-def _without_gradients(run: DifferingRun) -> None:
-    with torch.no_grad():
-        _forward(run)
-
-
-def _no_sync(run: DifferingRun) -> None:
-    with run.model.no_sync():
-        _forward(run)
+    return call
 
 
 def _two_forwards(run: DifferingRun) -> None:
-    _forward(run)
-    _forward(run)
+    _call()(run)
+    _call()(run)
 
 
 def _step_of(*names: str) -> Do:
@@ -58,17 +46,17 @@ def _step_of(*names: str) -> Do:
 
     def step(run: DifferingRun) -> None:
         torch.optim.SGD([run.model.get_parameter(name) for name in names], lr=0.0).step()
-        _forward(run)
+        _call()(run)
 
     return step
 
 
 def _some_gradients(run: DifferingRun) -> None:
-    _forward(run, "0").backward(inputs=[run.model.last.weight])
+    _call()(run).backward(inputs=[run.model.last.weight])
 
 
 def _backward(way: str | None) -> Do:
-    return lambda run: _forward(run, way).backward()
+    return lambda run: _call(way)(run).backward()
 
 
 def _save(run: DifferingRun) -> None:
@@ -84,34 +72,28 @@ def _differ(*names: str, code: str = "actions-differ") -> coded:
 
 
 NO_BATCH = "0: the forward without a batch (gradients enabled, training)"
+NO_BATCH_EITHER = "1: the forward without a batch (gradients enabled, evaluating)"
+LAST = "last.weight", "last.bias"
 PARTIAL = _differ("on rank 0, backward was called for some gradients only", code="ranks-disagree")
 
 DIFFERENT: dict[str, tuple[Do, Do, coded | says | None]] = {
-    "evaluation": (_forward, _evaluate, _differ("training)", "evaluating)")),
-    "evaluation without a batch": (_without_batch, _evaluate, _differ(NO_BATCH)),
-    "evaluation without any batch": (
-        _without_batch,
-        lambda run: _evaluate(run, None),
-        _differ(NO_BATCH, "1: the forward without a batch (gradients enabled, evaluating)"),
-    ),
-    "no gradients": (_forward, _without_gradients, _differ("(gradients enabled", "(no gradients")),
-    "no_sync": (_forward, _no_sync, _differ("no_sync)")),
-    "no_sync without a batch": (_without_batch, _no_sync, _differ("no_sync)")),
+    "evaluation": (_call(), _call(training=False), _differ("training)", "evaluating)")),
+    "evaluation without a batch": (_call(None), _call(training=False), _differ(NO_BATCH)),
+    "evaluation without any batch": (_call(None), _call(None, training=False), _differ(NO_BATCH, NO_BATCH_EITHER)),
+    "no gradients": (_call(), _call(grad=False), _differ("(gradients enabled", "(no gradients")),
+    "no_sync": (_call(), _call(no_sync=True), _differ("no_sync)")),
+    "no_sync without a batch": (_call(None), _call(no_sync=True), _differ("no_sync)")),
     "backward": (_backward("0"), _two_forwards, _differ("0: the backward", "1: the forward")),
-    "a save": (_forward, _save, _differ("0: the forward", "1: the whole state dict")),
-    "a save without a batch": (_without_batch, _save, _differ("0: the forward without a batch")),
+    "a save": (_call(), _save, _differ("0: the forward", "1: the whole state dict")),
+    "a save without a batch": (_call(None), _save, _differ("0: the forward without a batch")),
     "another model": (
-        _forward,
-        lambda run: _forward(run.other),
+        _call(),
+        lambda run: _call()(run.other),
         says(r"0: .* of module (\d+) .*\n.*1: .* of module (?!\1)"),
     ),
-    "a loop": (_forward, _next_batch, _differ("0: the forward", "1: the next step of batches")),
-    "another optimizer": (
-        _step_of("first.weight"),
-        _step_of("last.weight", "last.bias"),
-        _differ("steps of optimizers, of first.weight", "steps of optimizers, of last.weight"),
-    ),
-    "the same in turn": (_step_of("last.weight", "last.bias"), _step_of("first.weight"), None),
+    "a loop": (_call(), _next_batch, _differ("0: the forward", "1: the next step of batches")),
+    "another optimizer": (_step_of("first.weight"), _step_of(*LAST), _differ("of first.weight", "of last.weight")),
+    "the same in turn": (_step_of(*LAST), _step_of("first.weight"), None),
     "some gradients": (_some_gradients, _backward("1"), PARTIAL),
     "some gradients alone": (_some_gradients, _backward(None), PARTIAL),
     "some gradients again": (_some_gradients, _backward("1"), PARTIAL),
