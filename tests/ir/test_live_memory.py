@@ -140,11 +140,15 @@ def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates() -> Non
     assert compiled.settings.recomputed and compiled.settings.backward_arena
 
 
-def test_hybrid_sharding_and_divide_factors_have_the_bytes_that_a_run_allocates() -> None:
+def _double(name: str, grads: torch.Tensor) -> None:
+    grads.mul_(2)
+
+
+def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates() -> None:
     def ask() -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         policy = CommPolicy("int8", "int8", error_feedback=True)
-        return fsdp(ranks=mesh, gradient_divide_factor=3.0, comm_policy=policy)
+        return fsdp(ranks=mesh, gradient_divide_factor=3.0, comm_policy=policy, all_reduce_hook=_double)
 
     model = Stack(1).double()
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))

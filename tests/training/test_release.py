@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ from thunder_fsdp_sched import Sharding
 
 import pytest
 import torch
+from coded import coded
 from extending import extended
 from internals import ops
 from models import Stack, compile_model
@@ -53,6 +55,16 @@ def _evaluate_between_forward_and_backward(run: Run) -> None:
     run.step()
 
 
+def _run_two_forwards(run: Run) -> None:
+    run.forward(4)
+    run.forward(5)
+    run.backward()
+    refused = pytest.raises(RuntimeError, check=coded("step.memory-released-before-backward"))
+    with contextlib.nullcontext() if _gathers_again(run) else refused:
+        run.backward()
+    run.step()
+
+
 def _fail_in_backward(run: Run) -> None:
     calls = itertools.count(1)
     real = ops.issue
@@ -83,7 +95,7 @@ def _stack() -> torch.nn.Module:
 
 FREED = [
     *(do.micro_batch(0), _check_nothing_is_allocated, do.micro_batch(1, no_sync=False), do.step()),
-    *(_evaluate_between_forward_and_backward, _fail_in_backward),
+    *(_evaluate_between_forward_and_backward, _run_two_forwards, _fail_in_backward),
     *(do.train(2), _check_nothing_is_allocated),
 ]
 EXTENDED = [
