@@ -24,9 +24,11 @@ def tensor(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
 
 
 LABELS = torch.tensor([4, 0, -100, 3])
+IMAGES = LABELS[:, None, None].expand(4, 2, 3)
 HEADS = tuple(tensor(2, 3, 5, 8, seed=seed) for seed in range(3))
 FLASH = "scaled_dot_product_flash_attention_for_cpu"
 causal = partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3)
+summed = partial(F.nll_loss, reduction="sum", ignore_index=3)
 CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "layer norm": ("native_layer_norm", F.layer_norm, (tensor(6, 3, 8), (8,), tensor(8), tensor(8, seed=1))),
     "group norm": ("native_group_norm", F.group_norm, (tensor(2, 6, 5), 3, tensor(6), tensor(6, seed=1))),
@@ -47,16 +49,8 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "softmax in another dtype": ("softmax", partial(torch.softmax, dim=-1, dtype=F64), (tensor(6, 8),)),
     "mean squared error": ("mse_loss", F.mse_loss, (tensor(6, 5), tensor(6, 5, seed=1))),
     "cross entropy": ("nll_loss_forward", F.cross_entropy, (tensor(4, 5), LABELS)),
-    "cross entropy of images": (
-        "nll_loss2d_forward",
-        F.cross_entropy,
-        (tensor(4, 5, 2, 3), LABELS[:, None, None].expand(4, 2, 3)),
-    ),
-    "negative log-likelihood": (
-        "nll_loss_forward",
-        partial(F.nll_loss, reduction="sum", ignore_index=3),
-        (tensor(4, 5, dtype=F32), LABELS.clamp(min=0)),
-    ),
+    "cross entropy of images": ("nll_loss2d_forward", F.cross_entropy, (tensor(4, 5, 2, 3), IMAGES)),
+    "negative log-likelihood": ("nll_loss_forward", summed, (tensor(4, 5, dtype=F32), LABELS.clamp(min=0))),
     "logsumexp": ("logsumexp", partial(torch.logsumexp, dim=(0,)), (tensor(6, 5),)),
     "average of 1 dimension": ("avg_pool2d", partial(F.avg_pool1d, kernel_size=2), (tensor(2, 4, 6),)),
     "average of 2 dimensions": ("avg_pool2d", partial(F.avg_pool2d, kernel_size=(2, 3)), (tensor(2, 4, 6, 6),)),
@@ -66,11 +60,7 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "masked attention": (FLASH, F.scaled_dot_product_attention, (*HEADS, tensor(5, 5) > 0)),
     "a product and a sum": ("addmm", torch.addmm, (tensor(5), tensor(4, 3), tensor(3, 5, seed=1))),
     "a product": ("mm", Tensor.mm, (tensor(4, 3), tensor(3, 5, seed=1))),
-    "a transposed convolution": (
-        "convolution",
-        F.conv_transpose2d,
-        (tensor(2, 3, 4, 4), tensor(3, 2, 3, 3, seed=1), None, 2),
-    ),
+    "deconvolution": ("convolution", F.conv_transpose2d, (tensor(2, 3, 4, 4), tensor(3, 2, 3, 3, seed=1), None, 2)),
     "itself": (None, torch.positive, (tensor(6, 5),)),
     "attention with a learned mask": (None, F.scaled_dot_product_attention, (*HEADS, tensor(5, 5))),
 }

@@ -180,29 +180,18 @@ def _reshaped(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.linear(x)
 
 
-MEMORY = torch.linspace(-1, 1, 12).double()
+MEMORY, THIS = torch.linspace(-1, 1, 12).double(), "write_out_of_place.py"
+ROWS = MEMORY[:6].view(2, 3)
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], coded]] = {
     "inputs that overlap": (
         _overlapping,
-        (MEMORY[:6].view(2, 3), MEMORY[3:9].view(2, 3)),
+        (ROWS, MEMORY[3:9].view(2, 3)),
         coded("module.changes-arguments-sharing-memory", "'x'", "'y'"),
     ),
-    "parameter": (
-        _clamped,
-        (MEMORY[:6].view(2, 3),),
-        coded("module.in-place-change-of-parameter", "write_out_of_place.py:", "'linear.weight'"),
-    ),
-    "unknown view": (
-        _diagonal,
-        (MEMORY[:6].view(2, 3),),
-        coded("module.in-place-change-of-unknown-view", "'diagonal'"),
-    ),
+    "parameter": (_clamped, (ROWS,), coded("module.in-place-change-of-parameter", f"{THIS}:", "'linear.weight'")),
+    "unknown view": (_diagonal, (ROWS,), coded("module.in-place-change-of-unknown-view", "'diagonal'")),
     "strides": (_reshaped, (MEMORY[:6].view(3, 2).t(),), coded("module.changes-view-or-copy-in-place", "'x'")),
-    "input with a gradient": (
-        _input,
-        (MEMORY[:6].view(2, 3).clone().requires_grad_(),),
-        coded("module.in-place-change-of-argument", "'x'"),
-    ),
+    "input": (_input, (ROWS.clone().requires_grad_(),), coded("module.in-place-change-of-argument", "'x'")),
 }
 
 
