@@ -80,7 +80,8 @@ def test_values_and_gradients_are_those_of_eager_mode(strict: bool) -> None:
                 continue
             if len(found) > len(expected):  # torch has no gradient of the operator
                 continue
-            if len(found) == len(expected) and all(map(_is_close, found, expected)):
+            found += [None] * (len(expected) - len(found))  # of a result without elements, that needs no gradient
+            if all(map(_is_close, found, expected)):
                 right += 1
             else:
                 wrong.append(f"{info.name}({first}, {args}, {kwargs}): {found} for {expected}"[:400])
