@@ -4,7 +4,7 @@
     make mutate MUTATE_ARGS='--listed --only S2'                      # one of the listed ones
     make mutate MUTATE_ARGS='--only "^plan" --seed 7 --number 5000'    # all changes of one room
 
-*Listed* mutations (``mutations_listed.py``) each remove a rule that tests once failed to cover, and run the tests that ought
+*Listed* mutations (the table in ``README.md``) each remove a rule that tests once failed to cover, and run tests that ought
 to fail. *Drawn* mutations are single changes in the syntax tree of a file of the core. They run the tests of the file's
 room. Each runs in a copy of the work tree, the first failed test kills it, and so does a time limit.
 """
@@ -32,20 +32,12 @@ from typing import NamedTuple
 import hypothesis
 import pytest
 from mutations_drawn import ROOMS, changes_of, tests_of
-from mutations_listed import LISTED, Listed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "thunder_fsdp_sched"
 COPIED = (
-    PACKAGE,
-    "tests",
-    "examples",
-    "benchmarks",
-    "docs",
-    "README.md",
-    "CONTRIBUTING.md",
-    "Makefile",
-    "pyproject.toml",
+    *(PACKAGE, "tests", "examples", "benchmarks", "docs"),
+    *("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml"),
 )
 
 _TEST_SECONDS = 90
@@ -78,19 +70,20 @@ class Outcome(NamedTuple):
     output: str = ""
 
 
-def listed(one: Listed) -> Mutation:
-    """Return a listed mutation of the code as it is.
+def listed() -> Iterator[Mutation]:
+    """Yield the listed mutations of the code as it is. They run the file of the test that kills them, and then its folder.
 
     Raises:
-        ValueError: the code has changed, so that the place does not exist or is not unique.
+        ValueError: the code has changed, so that a place does not exist or is not unique.
     """
-    path = f"{PACKAGE}/{one.file}"
-    text = (ROOT / path).read_text()
-    if text.count(one.old) != 1:
-        raise ValueError(
-            f"{one.name}: {path} has {text.count(one.old)} places with {one.old!r}; update mutations_listed.py"
-        )
-    return Mutation(one.name, path, text.replace(one.old, one.new), f"{one.old}  ->  {one.new}", one.tests)
+    rows = r"^\| (\w\d) \| .*\(`(.+)`\) \| `(.+)` \| `(.+)` \| `(.+?)::.*` \|$"
+    for name, file, *texts, test in re.findall(rows, (ROOT / "tests/README.md").read_text(), re.MULTILINE):
+        path, (old, new) = f"{PACKAGE}/{file}", (text.replace("\\n", "\n") for text in texts)
+        text = (ROOT / path).read_text()
+        if text.count(old) != 1:
+            raise ValueError(f"{name}: {path} has {text.count(old)} places with {old!r}; update tests/README.md")
+        tests = (f"tests/{test}", *(f"tests/{folder}" for folder, slash, _ in [test.partition("/")] if slash))
+        yield Mutation(name, path, text.replace(old, new), f"{old}  ->  {new}", tests)
 
 
 def drawn(number: int, seed: int) -> list[Mutation]:
@@ -209,7 +202,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no mutation after so many")
     parser.add_argument("--skip-first", action="store_true", help="do not run all tests without a mutation first")
     args = parser.parse_args()
-    mutations = [*map(listed, LISTED)] + ([] if args.listed else drawn(args.number, args.seed))
+    mutations = [*listed()] + ([] if args.listed else drawn(args.number, args.seed))
     mutations = [each for each in mutations if re.search(args.only, f"{each.name} {each.path}")]
     if not mutations:
         parser.error(f"--only: no mutation matches {args.only!r}")

@@ -12,102 +12,50 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PASSES = (
-    "tests/runtime/test_one_rank.py",
-    "tests/transforms/test_passes.py",
-    "tests/transforms/test_random_traces.py",
-)
-_PROOF = ("tests/proof/test_verify.py", "tests/proof/test_audit.py", "tests/proof/test_mutants.py")
-ROOMS: dict[str, tuple[str, ...]] = {
-    "plan": (
-        "tests/plan",
-        "tests/transforms/test_passes.py",
-        "tests/sharding/test_module_policies.py",
-        "tests/test_errors.py",
-    ),
-    "proof": (*_PROOF, "tests/proof"),
-    "ir": (
-        "tests/ir/test_effects.py",
-        "tests/ir/test_liveness.py",
-        *_PASSES,
-        *_PROOF,
-        "tests/agreement/test_agree.py",
-        "tests/ir",
-    ),
-    "transforms": (*_PASSES, *_PROOF[:1], "tests/transforms"),
-    "mends": ("tests/mends",),
-    "runtime": (
-        "tests/runtime/test_one_rank.py",
-        "tests/runtime",
-        "tests/training/test_gradients.py",
-        "tests/test_errors.py",
-    ),
-    "ranks": ("tests/agreement/test_rounds.py", "tests/agreement", "tests/distributed", "tests/test_errors.py"),
+_PASSES = "runtime/test_one_rank.py transforms/test_passes.py transforms/test_random_traces.py"
+_PROOF = "proof/test_verify.py proof/test_audit.py proof/test_mutants.py"
+ROOMS = {
+    "plan": "plan transforms/test_passes.py sharding/test_module_policies.py test_errors.py",
+    "proof": f"{_PROOF} proof",
+    "ir": f"ir/test_effects.py ir/test_liveness.py {_PASSES} {_PROOF} agreement/test_agree.py ir",
+    "transforms": f"{_PASSES} proof/test_verify.py transforms",
+    "mends": "mends",
+    "runtime": "runtime/test_one_rank.py runtime training/test_gradients.py test_errors.py",
+    "ranks": "agreement/test_rounds.py agreement distributed test_errors.py",
 }
 """The tests of each room. Those that are fast, or that fail for most defects, run first."""
 
-_INPUTS = ("tests/capture/test_input_reads.py",)
-_SHARP: dict[str, tuple[str, ...]] = {
-    "traced_inputs.py": _INPUTS,
-    "row_elements.py": ("tests/runtime/test_row_dtensor.py",),
-    "rows.py": ("tests/runtime/test_row_dtensor.py",),
-    "row_shard.py": ("tests/runtime/test_row_dtensor.py",),
-    "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "autograd.py": ("tests/training/test_gradient_hooks.py", "tests/training/test_unused_outputs.py"),
-    "accumulation.py": ("tests/training/test_windows.py",),
-    "trace_start.py": (
-        "tests/agreement/test_decisions.py",
-        "tests/training/test_unused_outputs.py",
-        "tests/agreement",
-        "tests/training/test_windows.py",
-    ),
-    "traced_module.py": ("tests/sharding/test_set_attributes.py", "tests/capture/test_shared_joint.py"),
-    "insert_agreement.py": ("tests/agreement/test_decisions.py", "tests/agreement/test_agreement.py"),
-    "registry.py": ("tests/ir/test_caching.py",),
-    "observation.py": ("tests/ir/test_operator_facts.py",),
-    "computation.py": ("tests/agreement/test_agree.py", "tests/agreement/test_agreement.py"),
-    "shard_prologue.py": ("tests/sharding/test_set_attributes.py", "tests/capture/test_shared_joint.py"),
-    "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
-    "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
-    "claim_operators.py": ("tests/capture/test_torch_functions.py",),
-    "wrong_gradients.py": ("tests/capture/test_torch_functions.py",),
-    "calls.py": ("tests/agreement/test_agreement.py",),
-    "insert_unshard.py": ("tests/ir/test_operators_on_parameters.py",),
-    "regather_for_backward.py": ("tests/mends/test_recompute_whole_regions.py",),
-    "assignment.py": ("tests/distributed/test_groups.py",),
-    "process_groups.py": ("tests/distributed/test_groups.py", "tests/test_forks.py", "tests/planning/test_dry_run.py"),
-    "new_groups.py": ("tests/distributed/test_groups.py",),
+_SHARP = {
+    "traced_inputs": "capture/test_input_reads.py",
+    "row_elements rows row_shard": "runtime/test_row_dtensor.py",
+    "autograd": "training/test_gradient_hooks.py",
+    "unused_outputs autograd": "training/test_unused_outputs.py",
+    "trace_start": "agreement/test_decisions.py training/test_unused_outputs.py agreement",
+    "accumulation trace_start": "training/test_windows.py",
+    "traced_module shard_prologue": "sharding/test_set_attributes.py capture/test_shared_joint.py",
+    "insert_agreement": "agreement/test_decisions.py agreement/test_agreement.py",
+    "registry": "ir/test_caching.py",
+    "observation": "ir/test_operator_facts.py",
+    "computation": "agreement/test_agree.py agreement/test_agreement.py",
+    "fuse_downcast keep_fusions_apart": "transforms/test_fusions.py",
+    "fuse_downcast": "sharding/test_input_casts.py",
+    "claim_operators wrong_gradients": "capture/test_torch_functions.py",
+    "calls": "agreement/test_agreement.py",
+    "insert_unshard": "ir/test_operators_on_parameters.py",
+    "regather_for_backward": "mends/test_recompute_whole_regions.py",
+    "assignment process_groups new_groups": "distributed/test_groups.py",
+    "process_groups": "test_forks.py planning/test_dry_run.py",
 }
 """Tests of some files, which run before those of the room, like any test file with the name of the file."""
 
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
+_OPPOSITES: list[tuple[type[ast.cmpop], type[ast.cmpop]]] = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+]
+_COMPARISONS = dict(_OPPOSITES) | {new: old for old, new in _OPPOSITES}
+_TEXTS = {
+    *("__repr__", "__str__", "coded_error", "describe", "fail", "_fail"),
+    *("_refuse", "log", "debug", "info", "warn", "warning"),
 }
-_TEXTS = frozenset(
-    {
-        "__repr__",
-        "__str__",
-        "coded_error",
-        "describe",
-        "fail",
-        "_fail",
-        "_refuse",
-        "log",
-        "debug",
-        "info",
-        "warn",
-        "warning",
-    }
-)
 """Functions that make or take texts for users, in which nothing is changed."""
 
 
@@ -138,8 +86,9 @@ def changes_of(source: bytes) -> Iterator[Change]:
 
 def tests_of(room: str, file: Path, root: Path) -> tuple[str, ...]:
     """Return the tests of a file in their order, as paths from ``root``."""
-    same_name = [str(test.relative_to(root)) for test in root.glob(f"tests/*/test_{file.name}")]
-    return tuple(dict.fromkeys([*same_name, *_SHARP.get(file.name, ()), *ROOMS[room]]))
+    same_name = [str(test.relative_to(root / "tests")) for test in root.glob(f"tests/*/test_{file.name}")]
+    sharp = [test for names, tests in _SHARP.items() if file.stem in names.split() for test in tests.split()]
+    return tuple(f"tests/{test}" for test in dict.fromkeys([*same_name, *sharp, *ROOMS[room].split()]))
 
 
 def _nodes(node: ast.AST) -> Iterator[Any]:

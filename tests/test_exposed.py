@@ -1,11 +1,10 @@
-"""Exposed communication of recorded steps: hand-made files, and virtual GPUs."""
+"""Exposed communication of recorded steps: hand-made files. ``runtime/test_names.py`` has the names of ranges."""
 
 from __future__ import annotations
 
 import dataclasses
 import gzip
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ from hypothesis import strategies as st
 from models import Stack
 from random_models import quiet
 from typer.testing import CliRunner
-from virtual_gpu import guard
-from virtual_gpu.histories import make_model
-from virtual_gpu.recorder import recorded_step
-from virtual_gpu.world import Rank, run
-
-#
-# Hand-made files
-#
 
 
 def event(name: str, start: float, end: float, category: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -211,33 +202,3 @@ def test_a_calibrated_cluster_takes_as_long_as_the_recorded_step():
     [other] = compile_on_fake_ranks(lambda: (torch.nn.Linear(4, 4), (torch.ones(4, 4),)), 2, cluster="h100-sxm")
     with pytest.raises(ValueError, check=coded("plan.profile-of-other-buckets", "profile.json")):
         calibrate(preset, other, [recorded])
-
-
-#
-# Virtual GPUs
-#
-
-
-def _record(rank: Rank, **options: Any) -> Any:
-    model = make_model(rank, **options)
-    inputs = torch.ones(4, 8, device=rank.device)
-    model(inputs).sum().backward()
-    return recorded_step(rank, model, inputs)
-
-
-@pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
-def test_streams_of_virtual_gpus(tmp_path) -> None:
-    content, communicating, computing = run(_record, transport="all_to_all", ranks=[0]).values[0]
-    random.Random(0).shuffle(content["traceEvents"])
-    (tmp_path / "gpu.json").write_text(json.dumps(content))
-    found = tfs.exposed_communication(tmp_path / "gpu.json")
-    assert found.by_rank[0] == pytest.approx(len(communicating - computing) * 1e-6) and found.by_rank[0] > 0
-    assert sum(of[0] for of in found.by_bucket.values()) == pytest.approx(found.by_rank[0])
-    [step] = found.steps
-    assert step.timeline.compute_seconds == pytest.approx(len(computing) * 1e-6)
-    phases = {(i.trace, i.label): set() for i in step.timeline.collectives}
-    for i in step.timeline.collectives:
-        phases[i.trace, i.label].add(i.bucket)
-    everything = {"first", "blocks.0", "blocks.1", "blocks.2", "last"}
-    assert phases[0, "all_gather"] == everything and phases[1, "reduce_scatter"] == everything
-    assert phases[1, "all_gather"] and phases.keys() == {(0, "all_gather"), (1, "all_gather"), (1, "reduce_scatter")}
