@@ -6,6 +6,7 @@ takes half of the time of tracing. Blocks are called as users call them, so hook
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -197,36 +198,61 @@ class Calling(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-class UnevenRows(Model):
+def having(module: nn.Module, **members: Any) -> nn.Module:
+    """Return the module, with more members: tensors that become parameters, and others."""
+    for name, member in members.items():
+        is_plain = type(member) is torch.Tensor and not isinstance(member, nn.Buffer)
+        setattr(module, name, nn.Parameter(member) if is_plain else member)
+    return module
+
+
+def modeled(width: int = WIDTH, **members: Any) -> Callable[[Callable[..., Any]], type[Model]]:
+    """Return a decorator that makes a class of models of their forward.
+
+    Args:
+        members: in their order shapes of parameters, and functions that make other members.
+    """
+
+    def decorate(forward: Callable[..., Any]) -> type[Model]:
+        def init(self: Any) -> None:
+            Model.__init__(self)
+            for name, member in members.items():
+                having(self, **{name: torch.randn(member) if isinstance(member, tuple) else member()})
+
+        own = {"__init__": init, "forward": forward, "width": width, "__doc__": forward.__doc__}
+        return type(forward.__name__, (Model,), {**own, "__module__": forward.__module__})
+
+    return decorate
+
+
+def linears(count: int, width: int = WIDTH) -> Callable[[], nn.ModuleList]:
+    """Return what makes a list of linear layers."""
+    return lambda: nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+
+@modeled(
+    blocks=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+    conv=partial(nn.Conv2d, 1, 3, 2),
+    cube=(3, 2, 5),
+)
+def UnevenRows(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Parameters of 1 to 4 dimensions, with first dimensions that are not divisible by the number of ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-        self.conv = nn.Conv2d(1, 3, 2)
-        self.cube = nn.Parameter(torch.randn(3, 2, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(x)
-        y = self.conv.forward(x.reshape(-1, 1, 3, 1).expand(-1, 1, 3, 3))
-        return y.sum((1, 2)) @ self.cube[1] + (self.cube * x.unsqueeze(-1).unsqueeze(-1)).sum((1, 2))
+    x = self.blocks(x)
+    y = self.conv.forward(x.reshape(-1, 1, 3, 1).expand(-1, 1, 3, 3))
+    return y.sum((1, 2)) @ self.cube[1] + (self.cube * x.unsqueeze(-1).unsqueeze(-1)).sum((1, 2))
 
 
-class TinyParameters(Model):
+@modeled(
+    scale=lambda: torch.tensor(1.5),
+    shift=(1, 4),
+    gain=(1,),
+    empty=(0, 4),
+    block=lambda: having(nn.Linear(4, 4), temperature=torch.tensor(0.5)),
+)
+def TinyParameters(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Parameters that are 0-dim, empty, or have a single row or element, alone in a bucket and among others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.randn(1, 4))
-        self.gain = nn.Parameter(torch.randn(1))
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.block = nn.Linear(4, 4)
-        self.block.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.block.forward(torch.cat((x * self.scale + self.shift, self.empty)))
-        return torch.tanh(x * self.block.temperature) * self.gain + x / self.scale
+    x = self.block.forward(torch.cat((x * self.scale + self.shift, self.empty)))
+    return torch.tanh(x * self.block.temperature) * self.gain + x / self.scale
 
 
 class TiedWeights(Model):
@@ -264,101 +290,65 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-class FrozenParameters(Model):
+@modeled(
+    first=partial(nn.Linear, 4, 4),
+    blocks=lambda: nn.ModuleList([LoRALinear(4), nn.Linear(4, 4).requires_grad_(False), LoRALinear(4)]),
+    last=lambda: having(nn.Linear(4, 4), bias=nn.Parameter(torch.randn(4), requires_grad=False)),
+)
+def FrozenParameters(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A fully frozen block, through which gradients still flow, between LoRA-style and trainable blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([LoRALinear(4), nn.Linear(4, 4).requires_grad_(False), LoRALinear(4)])
-        self.last = nn.Linear(4, 4)
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first.forward(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.last.forward(x)
+    x = self.first.forward(x)
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+    return self.last.forward(x)
 
 
-class UnusedParameters(Model):
+@modeled(blocks=lambda: nn.ModuleList([having(nn.Linear(4, 4), unused=torch.randn(3, 4)), *linears(2)()]), unused=(5,))
+def UnusedParameters(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A block that forward never calls, and an unused parameter among used ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.blocks[0].unused = nn.Parameter(torch.randn(3, 4))
-        self.unused = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[2].forward(torch.tanh(self.blocks[0].forward(x)))
+    return self.blocks[2].forward(torch.tanh(self.blocks[0].forward(x)))
 
 
-class Buffers(Model):
+@modeled(
+    mask=lambda: nn.Buffer(torch.tensor([1.0, 0.0, 1.0, 1.0])),
+    offset=lambda: nn.Buffer(torch.randn(4), persistent=False),
+    blocks=lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4)),
+)
+def Buffers(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A buffer that forward reads, one that is not saved, and a batch norm whose statistics forward updates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]))
-        self.register_buffer("offset", torch.randn(4), persistent=False)
-        self.blocks = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x * self.mask + self.offset)
+    return self.blocks(x * self.mask + self.offset)
 
 
-class SharedBlocks(Model):
+@modeled(common=(4, 4), blocks=linears(2))
+def SharedBlocks(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A parameter that is used several times, by all blocks and after them, and a block that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.common = nn.Parameter(torch.randn(4, 4))
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = torch.tanh(block(x) + x @ self.common + F.linear(x, self.common))
-        return x * self.common[0] + self.common.sum(0)
+    for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+        x = torch.tanh(block(x) + x @ self.common + F.linear(x, self.common))
+    return x * self.common[0] + self.common.sum(0)
 
 
-class ViewsOfParameters(Model):
+@modeled(table=(6, 4), packed=lambda: torch.randn(8, 4).t(), blocks=linears(2))
+def ViewsOfParameters(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Slices, transposes, reshapes and chunks of parameters, some of them used much later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(6, 4))
-        self.packed = nn.Parameter(torch.randn(8, 4).t())
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.packed.chunk(2, dim=1)
-        rows = self.table[1:5:2]
-        x = torch.tanh(self.blocks[0].forward(x) @ first) + self.blocks[0].weight[2]
-        x = (
-            self.blocks[1].forward(x)
-            @ self.blocks[0].weight.t()[:, 1:]
-            @ self.blocks[1].weight[1:].view(3, 2, 2).flatten(1)
-        )
-        return (
-            x @ second.contiguous()
-            + x @ rows.transpose(0, 1).repeat(1, 2)
-            + self.table.view(2, 12)[1, 4:8].unsqueeze(0)
-        )
+    first, second = self.packed.chunk(2, dim=1)
+    rows = self.table[1:5:2]
+    x = torch.tanh(self.blocks[0].forward(x) @ first) + self.blocks[0].weight[2]
+    x = (
+        self.blocks[1].forward(x)
+        @ self.blocks[0].weight.t()[:, 1:]
+        @ self.blocks[1].weight[1:].view(3, 2, 2).flatten(1)
+    )
+    x = x @ second.contiguous() + x @ rows.transpose(0, 1).repeat(1, 2)
+    return x + self.table.view(2, 12)[1, 4:8].unsqueeze(0)
 
 
-class DerivedParameters(Model):
+@modeled(low=(4, 2), high=(2, 4), blocks=linears(3))
+def DerivedParameters(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A weight that is computed only from parameters, of several blocks, and used in several blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.high = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = (self.low @ self.high) * torch.sigmoid(self.blocks[0].weight)
-        for block in self.blocks:
-            x = torch.tanh(F.linear(block(x), weight))
-        return x
+    weight = (self.low @ self.high) * torch.sigmoid(self.blocks[0].weight)
+    for block in self.blocks:
+        x = torch.tanh(F.linear(block(x), weight))
+    return x
 
 
 class MixedDtypes(Model):
@@ -383,18 +373,13 @@ class MixedDtypes(Model):
         return self.last.forward(x) * self.scale
 
 
-class ScalarLoss(Model):
+@modeled(stack=lambda: Stack(2))
+def ScalarLoss(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A model that returns its loss, which reads parameters of the first block again (weight decay in the model)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = Stack(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not parameters(): Thunder iterates over a set of their names, so ranks would compile different orders.
-        first = self.stack.blocks[0]
-        decay = sum((p * p).sum() for p in (first.up.weight, first.up.bias, first.down.weight))
-        return self.stack(x).square().mean() + 0.1 * decay
+    # Not parameters(): Thunder iterates over a set of their names, so ranks would compile different orders.
+    first = self.stack.blocks[0]
+    decay = sum((p * p).sum() for p in (first.up.weight, first.up.bias, first.down.weight))
+    return self.stack(x).square().mean() + 0.1 * decay
 
 
 class Halves(Model):
@@ -421,35 +406,22 @@ class Experts(nn.Module):
         nn.init.constant_(self.expert.weight, number)
 
 
-class Checkpointed(Model):
+@modeled(blocks=lambda: nn.ModuleList(Layer(4) for _ in range(3)))
+def Checkpointed(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Activation checkpointing: backward recomputes each block's forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer(4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
 
 
-class ExpandedParameters(Model):
+@modeled(token=(1, 1, 4), positions=(1, 3, 4), experts=(2, 4, 4), gate=partial(nn.Linear, 4, 2))
+def ExpandedParameters(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A class token and positions as in a vision transformer, experts in one parameter, stacking, in-place operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-        self.positions = nn.Parameter(torch.randn(1, 3, 4))
-        self.experts = nn.Parameter(torch.randn(2, 4, 4))
-        self.gate = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x.unsqueeze(1).expand(-1, 2, -1)], 1) + self.positions
-        x.mul_(2.0)
-        outputs = torch.einsum("bti,eij->btej", x, self.experts)
-        x = (outputs * torch.softmax(self.gate.forward(x), -1).unsqueeze(-1)).sum(2)
-        return torch.where(x > 0, x, x * torch.stack([self.gate.weight[0], self.experts[1, 0]]).sum(0))
+    x = torch.cat([self.token.expand(x.shape[0], -1, -1), x.unsqueeze(1).expand(-1, 2, -1)], 1) + self.positions
+    x.mul_(2.0)
+    outputs = torch.einsum("bti,eij->btej", x, self.experts)
+    x = (outputs * torch.softmax(self.gate.forward(x), -1).unsqueeze(-1)).sum(2)
+    return torch.where(x > 0, x, x * torch.stack([self.gate.weight[0], self.experts[1, 0]]).sum(0))
 
 
 def linear_gpt(shape: Any, device: torch.device | str = "cpu") -> ByteGPT:
@@ -461,21 +433,12 @@ def linear_gpt(shape: Any, device: torch.device | str = "cpu") -> ByteGPT:
     return model
 
 
-CASES: dict[str, type[Model]] = {
-    "uneven_rows": UnevenRows,
-    "tiny_parameters": TinyParameters,
-    "tied_weights": TiedWeights,
-    "frozen_parameters": FrozenParameters,
-    "unused_parameters": UnusedParameters,
-    "buffers": Buffers,
-    "shared_blocks": SharedBlocks,
-    "views_of_parameters": ViewsOfParameters,
-    "derived_parameters": DerivedParameters,
-    "mixed_dtypes": MixedDtypes,
-    "scalar_loss": ScalarLoss,
-    "checkpointed": Checkpointed,
-    "expanded_parameters": ExpandedParameters,
-}
+_CASES: tuple[type[Model], ...] = (
+    *(UnevenRows, TinyParameters, TiedWeights, FrozenParameters, UnusedParameters, Buffers, SharedBlocks),
+    *(ViewsOfParameters, DerivedParameters, MixedDtypes, ScalarLoss, Checkpointed, ExpandedParameters),
+)
+CASES = {re.sub(r"\B(?=[A-Z])", "_", case.__name__).lower(): case for case in _CASES}
+"""By names such as ``uneven_rows``."""
 
 
 def compile_model(make: Callable[[], Any], world_size: int = 2, **options: Any) -> CompiledTraces:

@@ -1,4 +1,4 @@
-"""Ranks that differ on virtual GPUs: merged traces have no race and no host wait, and ranks issue the same collectives."""
+"""Ranks that differ, or that lose buckets, on virtual GPUs: no race and no host wait, and they issue the same collectives."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from random_models import BlockSpec, ModelSpec
 from ranks import Ranks as Workers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard
+from virtual_gpu.histories import make_model
 from virtual_gpu.mutations import is_ours
 from virtual_gpu.together import run_together
 from virtual_gpu.world import Rank
@@ -119,6 +120,34 @@ def test_backward_without_a_batch_runs_on_the_stream_of_its_forward_in_autograds
     result.assert_clean()
     without_batch = [result.values[1][0], result.values[0][-1]]
     assert without_batch == [(False, True)] * 2
+
+
+LOSERS = ((), (0,), (1,), (0, 1))
+"""The ranks that lose a kept bucket before backward, in each step."""
+
+
+def lose_buckets(rank: Rank) -> list[str]:
+    """Take steps in which ranks lose a bucket; return the first statements of this package in forward."""
+    model = make_model(rank, sharding_strategy="zero2", prefetch=0)
+    transform = model._lc_transforms[-1]
+    for step, losers in enumerate(LOSERS):
+        loss = model(torch.randn(4, 8, device=rank.device)).sum()
+        if rank.rank in losers:
+            transform.sharded.buckets[-1].private_slot.arena.contents.clear()
+        with rank.phase(f"backward {step}"):
+            loss.backward()
+    names = [bsym.sym.name for bsym in transform.compiled[-1].forward.bound_symbols]
+    return [name for name in names if name.startswith("fsdp_")][:4]
+
+
+def test_ranks_gather_again_what_one_has_lost_and_agree_while_they_gather(
+    lone_workers: Callable[[int], Workers],
+) -> None:
+    result = run_together(lone_workers(2), lose_buckets)
+    result.assert_clean()
+    usual, *more = (result.count(f"backward {step}")["collective"] for step in range(len(LOSERS)))
+    assert more == [usual + 1] * 3
+    assert result.values == (["fsdp_agree", "fsdp_all_gather", "fsdp_agreed", "fsdp_wait_params"],) * 2
 
 
 @pytest.mark.long

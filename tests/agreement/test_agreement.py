@@ -18,9 +18,7 @@ import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
 from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.testing import statements
-from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
-import pipeline_patches
 import pytest
 import thunder
 import torch
@@ -290,14 +288,6 @@ def test_traces_agree_before_their_first_collective() -> None:
         assert agree < agreed < first, names
         assert not any(b.sym.name in AGREEMENT for b in statements(trace))
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
-    # As with NCCL, where the round of agreement overlaps with the first gather.
-    overlapping = lambda trace, c: insert_agreement(trace, start=c.start, before_issue=False)  # noqa: E731
-    with pipeline_patches.replacing("insert_agreement", overlapping):
-        model = _jit(TwoBranches())
-        model(torch.ones(2, 4))
-    names = [b.sym.name for b in model._lc_transforms[-1].compiled[-1].forward.bound_symbols]
-    names = [name for name in names if name.startswith("fsdp_")]
-    assert names[:4] == ["fsdp_agree", "fsdp_all_gather", "fsdp_agreed", "fsdp_wait_params"]
 
 
 #

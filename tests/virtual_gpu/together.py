@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -14,37 +13,11 @@ import torch.distributed as dist
 from internals import channel
 from ranks import Ranks
 
-from .log import Entry, Log
-from .world import Rank, Result, virtual_rank
+from .log import Log
+from .world import Result, virtual_rank
 
-_PATIENCE = timedelta(minutes=1)
-"""How long a late rank waits for the first one; only if that waits for it, too, it takes so long."""
-
-
-@contextlib.contextmanager
-def late_round(rank: Rank, channel: Any, name: str) -> Iterator[None]:
-    """Within the context, let all ranks but the first announce traces only after the first has run an operator of one.
-
-    So the context ends with an error if the first rank waits for the others before its first operator.
-
-    Args:
-        name: unique to this context, the same on all ranks.
-    """
-    post, add = channel.post, rank.log.add
-
-    def add_and_tell(kind: str, *args: Any, **kwargs: Any) -> Entry:
-        entry = add(kind, *args, **kwargs)
-        if kind == "kernel" and entry.where and entry.where[-1][0].startswith("thunder."):
-            channel.store.set(name, "computes")
-        return entry
-
-    def post_late(*args: Any) -> None:
-        channel.store.wait([name], _PATIENCE)
-        post(*args)
-
-    owner, method, late = (channel, "post", post_late) if rank.rank else (rank.log, "add", add_and_tell)
-    with mock.patch.object(owner, method, late):
-        yield
+_PATIENCE = timedelta(minutes=2)
+"""How long a rank waits for another one."""
 
 
 def run_together(ranks: Ranks, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Result:
@@ -73,12 +46,11 @@ def _run(
     backends: dict[Any, dist.ProcessGroupGloo] = {}
 
     def open_channel(group: Any, name: str) -> Any:
-        members, patience = tuple(group.global_ranks), 2 * _PATIENCE
+        members = tuple(group.global_ranks)
         if len(members) > 1 and members not in channels:
             of_group = dist.PrefixStore(f"{members}", store)
-            backends[group.process_group] = dist.ProcessGroupGloo(of_group, group.rank, group.size, patience)
-            channels[members] = channel.Channel(group, patience)
-            channels[members].store = store
+            backends[group.process_group] = dist.ProcessGroupGloo(of_group, group.rank, group.size, _PATIENCE)
+            channels[members] = channel.Channel(group, _PATIENCE)
         return channels.get(members)
 
     with (
