@@ -11,8 +11,6 @@ write its dumps with ``PYTHONPATH`` set to its work tree and its examples.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import hashlib
 import itertools
 import json
@@ -32,8 +30,7 @@ from thunder_fsdp_sched.planning import AnalyticCost, cluster, simulate
 import thunder
 import torch
 import torch.distributed as dist
-from models import CASES, GPT, Layer, Stack
-from random_models import RandomModel, cases, draw_numbered, options_of
+from models import GPT, Checkpointed, Layer, Stack, ViewsOfParameters
 from thunder.core.proxies import Proxy
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -67,66 +64,26 @@ def _deep() -> GPT:
     return GPT(blocks=4, block=Layer)
 
 
-OPTIONS: dict[str, Frozen] = {
-    "strategy_zero2": Frozen(_gpt, {"sharding_strategy": "zero2"}, windows=True),
-    "prefetch_auto": Frozen(_deep, {"prefetch": "auto"}),
-    "transport_all_to_all_zero3": Frozen(Stack, {"transport": "all_to_all", "mp_policy": MIXED}, windows=True),
-    "accumulate_sharded_zero3": Frozen(Stack, {"accumulate": "sharded", "mp_policy": LOW}, windows=True, double=False),
-    "offload": Frozen(Stack, {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW}, double=False),
-    "secondary": Frozen(_deep, {"sharding_strategy": fs.Sharding(secondary_ranks=2)}, world=4, windows=True),
-    "reshard_after_backward": Frozen(
-        _deep, {"sharding_strategy": fs.Sharding("zero2", reshard_after_backward=True)}, windows=True
-    ),
-    "divide_factor": Frozen(Stack, {"gradient_divide_factor": 3.0}),
-    "hybrid": Frozen(Stack, lambda: {"ranks": _mesh(2, 2)}, world=4, windows=True),
-    "no_audit": Frozen(Stack, {"debug": fs.Debug(audit=False)}),
-    **{
-        f"max_memory_{limit}": Frozen(_deep, {"max_memory": limit, "cluster": "h100-sxm"}, windows=True)
-        for limit in (60_000, 86_000, 92_000, 110_000)
-    },
-    "max_memory_zero2": Frozen(_deep, {"max_memory": 104_000, "sharding_strategy": "zero2", "cluster": "a100-sxm"}),
-}
-"""Options that CI compares, or that random cases do not have."""
-
-
 def _mesh(*shape: int) -> Any:
     return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def all_cases(random: int = 0) -> dict[str, Frozen]:
-    """Return all test models with each strategy, each option on its own, and random models with random options."""
-    found = {
-        f"model_{name}_{strategy}": Frozen(model, {"sharding_strategy": strategy}, windows=True)
-        for name, model in {"gpt": _gpt, "stack": Stack, **CASES}.items()
-        for strategy in ("zero2", "zero3")
-    }
-    found |= {f"option_{name}": case for name, case in OPTIONS.items()}
-    for number in range(random):
-        case = draw_numbered(cases(), number)
-        world = 4 if case.secondary else 2
-        options = functools.partial(_options_of, case, world)
-        model = functools.partial(RandomModel, case.model)
-        found[f"random_{number:03d}"] = Frozen(model, options, world, windows=number % 3 == 0, double=False)
-    return found
-
-
-def _options_of(case: Any, world: int) -> dict[str, Any]:
-    return options_of(case, lambda: dist.new_group(range(world)), world)
-
-
-SMALL = (
-    "model_gpt_zero3",
-    "model_views_of_parameters_zero2",
-    "model_checkpointed_zero3",
-    "option_strategy_zero2",
-    "option_prefetch_auto",
-    "option_transport_all_to_all_zero3",
-    "option_accumulate_sharded_zero3",
-    "option_secondary",
-    "option_hybrid",
-    "option_offload",
-)
-"""The cases that CI compares."""
+FROZEN: dict[str, Frozen] = {
+    "model_gpt_zero3": Frozen(_gpt, {"sharding_strategy": "zero3"}, windows=True),
+    "model_views_of_parameters_zero2": Frozen(ViewsOfParameters, {"sharding_strategy": "zero2"}, windows=True),
+    "model_checkpointed_zero3": Frozen(Checkpointed, {"sharding_strategy": "zero3"}, windows=True),
+    "option_strategy_zero2": Frozen(_gpt, {"sharding_strategy": "zero2"}, windows=True),
+    "option_prefetch_auto": Frozen(_deep, {"prefetch": "auto"}),
+    "option_transport_all_to_all_zero3": Frozen(Stack, {"transport": "all_to_all", "mp_policy": MIXED}, windows=True),
+    "option_accumulate_sharded_zero3": Frozen(
+        Stack, {"accumulate": "sharded", "mp_policy": LOW}, windows=True, double=False
+    ),
+    "option_secondary": Frozen(_deep, {"sharding_strategy": fs.Sharding(secondary_ranks=2)}, world=4, windows=True),
+    "option_hybrid": Frozen(Stack, lambda: {"ranks": _mesh(2, 2)}, world=4, windows=True),
+    "option_offload": Frozen(
+        Stack, {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW}, double=False
+    ),
+}
 
 
 def dump(case: Frozen) -> str:
@@ -141,7 +98,7 @@ def _dump(case: Frozen) -> str:
     model = case.model()
     model = model.double() if case.double else model
     args = model.inputs(torch.Generator().manual_seed(1))
-    if not case.double and not isinstance(model, RandomModel):
+    if not case.double:
         args = tuple(a.float() if a.is_floating_point() else a for a in args)
     options = case.options() if callable(case.options) else dict(case.options)
     transform = fs.fsdp(**options)
@@ -210,8 +167,7 @@ def digest(text: str) -> str:
 
 def digests() -> dict[str, str]:
     """Return the digests of the cases that CI compares."""
-    known = all_cases()
-    return {"versions": versions(), **{name: digest(dump(known[name])) for name in SMALL}}
+    return {"versions": versions(), **{name: digest(dump(case)) for name, case in FROZEN.items()}}
 
 
 def versions() -> str:
@@ -225,10 +181,9 @@ def main(command: str, folder: str = "", regex: str = "") -> None:
         DIGESTS.write_text(json.dumps(digests(), indent=1) + "\n")
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, case in all_cases(random=300).items():
+    for name, case in FROZEN.items():
         if re.search(regex, name):
             Path(folder, f"{name}.txt").write_text(dump(case))
-            gc.collect()
 
 
 if __name__ == "__main__":

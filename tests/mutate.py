@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -198,7 +199,6 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100, help="how many to draw")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--only", default="", metavar="REGEX", help="only mutations whose name or file matches")
-    parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no mutation after so many")
     parser.add_argument("--skip-first", action="store_true", help="do not run all tests without a mutation first")
     args = parser.parse_args()
@@ -208,13 +208,13 @@ def main() -> None:
         parser.error(f"--only: no mutation matches {args.only!r}")
     prepare()
     with tempfile.TemporaryDirectory() as folder:
-        copies = [Copy(Path(folder, str(number))) for number in range(args.jobs)]
+        where = Copy(Path(folder, "copy"))
         if not args.skip_first:
-            _must_pass(copies[0], (test for each in mutations for test in each.tests))
-        outcomes = dict(_outcomes(copies, mutations, time.monotonic() + 60 * args.minutes))
+            _must_pass(where, (test for each in mutations for test in each.tests))
+        outcomes = dict(_outcomes(where, mutations, time.monotonic() + 60 * args.minutes))
         survived = sum(not outcome.killed_by for outcome in outcomes.values())
         print(f"{len(outcomes)} mutations, {len(outcomes) - survived} killed, {survived} survived")
-        _must_pass(copies[0], (each.killed_by for each in outcomes.values() if "::" in each.killed_by))
+        _must_pass(where, (each.killed_by for each in outcomes.values() if "::" in each.killed_by))
 
 
 def _must_pass(where: Copy, tests: Iterable[str]) -> None:
@@ -227,21 +227,10 @@ def _must_pass(where: Copy, tests: Iterable[str]) -> None:
         sys.exit(f"{found.killed_by} fails without a mutation, too")
 
 
-def _outcomes(copies: list[Copy], mutations: Sequence[Mutation], until: float) -> Iterator[tuple[Mutation, Outcome]]:
-    """Try mutations, one in each copy at a time, and print and yield the outcomes as they come."""
-    waiting, running = list(reversed(mutations)), {}
-    while True:
-        if time.monotonic() > until:
-            waiting.clear()
-        while waiting and copies:
-            mutation, where = waiting.pop(), copies.pop()
-            running[where.start(mutation.tests, mutation)] = mutation, where
-        if not running:
-            return
-        process, status = os.wait()
-        mutation, where = running.pop(process)
-        outcome = where.finish(process, status)
-        copies.append(where)
+def _outcomes(where: Copy, mutations: Sequence[Mutation], until: float) -> Iterator[tuple[Mutation, Outcome]]:
+    """Try mutations, and print and yield the outcomes as they come."""
+    for mutation in itertools.takewhile(lambda _: time.monotonic() < until, mutations):
+        outcome = where.finish(*os.waitpid(where.start(mutation.tests, mutation), 0))
         what = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED: {mutation.change}"
         print(f"{mutation.name:<34} {outcome.seconds:4.0f} s  {what}", flush=True)
         yield mutation, outcome

@@ -70,8 +70,8 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python -m thunder_fsdp_sched exposed .*": By("test_exposed.py::test_"),
     r"python -m thunder_fsdp_sched diff .*": By("planning/test_dry_run.py::test_plan_prints_the_step"),
     # Examples
-    r"torchrun .*\btrain\.py": By("test_demo.py::test_the_training_example_trains"),
-    r"torchrun .* examples/resume\.py checkpoints": By("test_demo.py::test_the_restartable_example"),
+    r"torchrun .*\btrain\.py": By("test_examples.py::test_the_training_example_trains"),
+    r"torchrun .* examples/resume\.py checkpoints": By("test_examples.py::test_the_restartable_example"),
     r"torchrun .* examples/ranks_differ\.py( --check)?": By("test_examples.py::test_ranks_that_differ_end_together"),
     r"torchrun .* examples/expert_parallel\.py( --check)?": By("test_examples.py::test_experts_in_parallel"),
     r"torchrun .* examples/from_scratch\.py": By("test_examples.py::test_from_scratch_trains"),

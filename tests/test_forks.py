@@ -1,20 +1,27 @@
-"""Processes that are forked off one that uses this package share nothing with it, and the parent's work goes on."""
+"""Process-wide state: forked processes share none with their parent, whose work goes on, and changes are undone."""
 
 from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
+import logging
 import os
 import re
 import threading
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
+from thunder_fsdp_sched.planning import compile_as_rank
+from thunder_fsdp_sched.process_state import Reentrant
 
 import pytest
 import torch
@@ -22,6 +29,7 @@ import torch.distributed as dist
 from coded import coded
 from forked import run_python
 from internals import process_groups
+from models import Stack
 from ranks import on_ranks
 from saving import contents, small
 
@@ -250,3 +258,41 @@ def test_the_table_of_process_wide_state_is_complete() -> None:
     for module, name in listed:
         source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
         assert re.search(rf"(?m)^(class |def )?{name}\b", source), (module, name)
+
+
+def _state() -> Any:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    return list(warnings.filters), logger.disabled, set(torch.serialization.get_safe_globals())
+
+
+@contextlib.contextmanager
+def _changed_state() -> Iterator[None]:
+    with warnings.catch_warnings(), torch.serialization.safe_globals([Path]):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def test_the_last_to_leave_restores_the_state() -> None:
+    changed = Reentrant(_changed_state)
+    before = _state()
+    with ThreadPoolExecutor(1) as other:
+        changed.__enter__()
+        within = _state()
+        assert within != before
+        other.submit(changed.__enter__).result()
+        changed.__exit__()
+        assert _state() == within  # the other one is still inside
+        other.submit(changed.__exit__).result()
+    assert _state() == before
+    with changed, changed:
+        assert _state() == within
+    assert _state() == before
+    changed.__enter__()
+    changed._reset()  # as in a process that is forked off meanwhile
+    assert _state() == before
+
+
+def test_a_compilation_leaves_the_state_as_it_was() -> None:
+    before = _state()
+    compile_as_rank(lambda: (Stack(1), (torch.ones(2, 4),)), fsdp(), rank=0, world_size=2)
+    assert _state() == before

@@ -12,7 +12,6 @@ from thunder_fsdp_sched import Init, fsdp, full_state_dict
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from device import DEVICE
 from models import (
     CASES,
@@ -21,11 +20,11 @@ from models import (
     FeedForward,
     FrozenParameters,
     Layer,
-    Model,
     Stack,
     TiedWeights,
     TinyParameters,
     UnusedParameters,
+    modeled,
 )
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, loss_of, train_and_check_what_is_saved
@@ -132,37 +131,22 @@ def _check_gathers_of_a_frozen_model(run: Run) -> None:
 #
 
 
-class _Norms(Model):
+@modeled(blocks=lambda: nn.ModuleList(nn.LayerNorm(4) for _ in range(2)))
+def _Norms(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Layer norms, whose gradients are copied: no operator writes them in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.LayerNorm(self.width) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+    return x
 
 
-class _ReturnsParameters(Model):
-    """A model that returns its output, a parameter, views of parameters, and a parameter that it does not use otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer(4) for _ in range(2))
-        self.only_returned = nn.Parameter(torch.randn(5, 2))
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        for block in self.blocks:
-            x = block(x)
-        return {
-            "output": x,
-            "parameter": self.blocks[0].up.weight,
-            "view": self.blocks[0].down.weight.t()[1:],
-            "slice": self.blocks[1].up.weight[3],
-            "unused": self.only_returned,
-        }
+@modeled(blocks=lambda: nn.ModuleList(Layer(4) for _ in range(2)), only_returned=(5, 2))
+def _ReturnsParameters(self: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the output, a parameter, views of parameters, and a parameter that is not used otherwise."""
+    for block in self.blocks:
+        x = block(x)
+    first, second = self.blocks
+    views = {"view": first.down.weight.t()[1:], "slice": second.up.weight[3]}
+    return {"output": x, "parameter": first.up.weight, **views, "unused": self.only_returned}
 
 
 #
@@ -234,18 +218,6 @@ SCENARIOS = {
 @each(SCENARIOS)
 def test_trains_like_the_unsharded_model(name: str) -> None:
     SCENARIOS[name].run()
-
-
-@on_ranks(4)
-def test_two_groups_of_ranks_train_separate_models(rank: int) -> None:
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    pair = pairs[rank % 2]
-    # Ranks 0 and 1 start with other parameters and take those of ranks 2 and 3.
-    torch.manual_seed(rank)
-    run = Run(TinyParameters().double(), ranks=pair, init=Init(broadcast_from=2 + rank % 2))
-    for tensor in run.reference.parameters():
-        dist.broadcast(tensor.detach(), src=2 + rank % 2, group=pair)
-    run.train(steps=2)
 
 
 #

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,29 +21,7 @@ from ranks import RankError, Ranks, on_ranks
 from saving import Everything, assert_equal, contents, fill, make, on_first, refused, small, update
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
-
-
-@on_ranks(2)
-def test_pickled_entries_are_dtensors_or_pieces_that_refuse_operators() -> None:
-    even, _ = make(transport="coalesced")
-    uneven, _ = make()
-    entries = tfs.get_model_state_dict(even)
-    kinds = {name: type(pickle.loads(pickle.dumps(e))) for name, e in entries.items() if hasattr(e, "to_local")}
-    row_piece = kinds.pop("scale")  # a single row cannot be divided
-    assert set(kinds.values()) == {DTensor}
-    for entry in (e for e in entries.values() if hasattr(e, "to_local")):
-        own = pickle.loads(pickle.dumps(entry)).to_local()
-        assert own.untyped_storage().nbytes() == own.nbytes, "an entry is pickled without the rest of its bucket"
-    entry = next(e for e in tfs.get_model_state_dict(uneven).values() if hasattr(e, "to_local") and not e.rows.is_even)
-    assert "RowDTensor(rows [" in repr(entry)
-    piece = pickle.loads(pickle.dumps(entry))
-    assert "RowPiece(rows [" in repr(piece)
-    assert isinstance(piece.to(torch.float32), row_piece) and isinstance(piece.clone(), row_piece)
-    with pytest.raises(NotImplementedError, check=coded("state-dict.row-piece-unsupported-operator")):
-        piece + 1
-
 
 #
 # What does not fit

@@ -23,12 +23,10 @@ from thunder_fsdp_sched.extras.checkpoint import folder as folders
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from coded import coded
 from ranks import on_ranks
 from saving import INDEX, METADATA, fill, on_first, refused, small
-from scenario import everywhere
 from torch import nn
 
 
@@ -414,42 +412,6 @@ def test_unsupported_extra_values_are_refused_with_their_path(
 #
 # Two runs save into one folder
 #
-
-
-@on_ranks(4)
-def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) -> None:
-    """Ranks 0 and 1 and ranks 2 and 3 save into the same folders at once."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model, _ = small(1.0 + rank // 2, ranks=pairs[rank // 2])
-    reader, _ = small(5.0)
-    saved = 0
-    for number in range(6):
-        folder, is_whole = tmp_path / str(number), number % 2
-        dist.barrier()
-        message = ""
-        try:
-            if is_whole:
-                tfs.save_safetensors(model, folder)
-            else:
-                save_checkpoint(model, folder, extra={"run": rank // 2})
-        except tfs.CheckpointError as error:
-            message = str(error)
-            assert any(word in message for word in ("another run", "already", "somebody else", "No such file")), message
-        everyones = everywhere(not message)
-        assert everyones[0] == everyones[1] and everyones[2] == everyones[3]
-        winners = [run for run in (0, 1) if everyones[2 * run]]
-        assert len(winners) <= 1, "both runs say that they have saved into one folder"
-        for winner in winners:
-            if is_whole:
-                tfs.load_safetensors(reader, folder)
-                files = {*json.loads((folder / INDEX).read_text())["weight_map"].values(), INDEX}
-            else:
-                assert load_checkpoint(reader, folder, extra={"run": 0}) == {"run": winner}
-                files = {info.relative_path for info in _metadata(folder).storage_data.values()} | {METADATA}
-            assert _holds(reader, 1.0 + winner)
-            assert {entry.name for entry in folder.iterdir()} == files, "the other run's files must be deleted"
-            saved += 1
-    assert saved >= 3  # usually one of the runs wins
 
 
 def _begin(folder: Path, number: int) -> folders.SaveRun:

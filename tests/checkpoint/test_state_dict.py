@@ -1,14 +1,17 @@
-"""State dicts, sharded and unsharded: saving, loading, and entries that are refused."""
+"""State dicts, sharded and unsharded: saving, loading, names as of the unsharded module, and entries that are refused."""
 
 from __future__ import annotations
 
 import copy
 import io
+import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
+from thunder_fsdp_sched import fsdp, full_state_dict
 
 import pytest
 import thunder
@@ -16,10 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from coded import coded, says
 from internals import RowDTensor
+from models import Layer, modeled
 from ranks import on_ranks
-from saving import Everything, Holder, assert_equal, contents, fill
+from saving import Everything, Holder, assert_equal, fill, update
 from scenario import Run, everywhere, loss_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 
 def _run(seed: int = 0, **options: Any) -> Run:
@@ -112,10 +124,7 @@ def _pickled(value: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-KINDS_OF_ROWS = pytest.mark.parametrize("transport", ["flat", "coalesced"])
-
-
-@KINDS_OF_ROWS
+@pytest.mark.parametrize("transport", ["flat", "coalesced"])
 @on_ranks(2)
 def test_state_dict_entries_of_a_sharded_model_look_like_unsharded_parameters(tmp_path: Path, transport: str) -> None:
     models, twin = _models(transport=transport)
@@ -130,6 +139,8 @@ def test_state_dict_entries_of_a_sharded_model_look_like_unsharded_parameters(tm
             assert type(entries[name]) is RowDTensor
             rows = entries[name].to_local()
             assert rows.numel() == 0 or rows.data_ptr() == jitted.get_parameter(name).to_local().data_ptr(), name
+            own = pickle.loads(pickle.dumps(entries[name])).to_local()
+            assert own.untyped_storage().nbytes() == own.nbytes, "pickled without the rest of its bucket"
 
         # Save with code that knows nothing of this package: DCP, and pickle on each rank.
         dcp.save({"model": owner.state_dict()}, checkpoint_id=tmp_path / prefix)
@@ -153,56 +164,24 @@ def test_state_dict_entries_of_a_sharded_model_look_like_unsharded_parameters(tm
         models["original"].load_state_dict(before)  # unsharded tensors
 
 
-def _update(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    for name, param in model.named_parameters():
-        param.grad = torch.full_like(param, len(name))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-@KINDS_OF_ROWS
 @on_ranks(2)
-def test_state_dict_entries_of_an_optimizer_look_like_unsharded_state(tmp_path: Path, transport: str) -> None:
-    models, twin = _models(transport=transport)
-    jitted = models[""]
-    optimizer = _adamw(jitted)
-    _update(jitted, optimizer)
-    states = [copy.deepcopy(optimizer.state_dict()), _pickled(optimizer.state_dict())]
+def test_state_of_an_optimizer_has_unsharded_shapes_and_takes_the_place_of_other_rows(tmp_path: Path) -> None:
+    """``test_ways`` saves and loads it in all ways."""
+    models, twin = _models()
+    pairs = []
+    for jitted in (models[""], thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])):
+        pairs.append((jitted, update(jitted, torch.optim.AdamW(jitted.parameters(), lr=0.1), 1.0 + len(pairs))))
+    (jitted, optimizer), (_, theirs) = pairs
     dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
     saved = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     for number, (name, _) in enumerate(jitted.named_parameters()):
         for key, value in optimizer.state_dict()["state"][number].items():
             unsharded = twin.get_parameter(name).shape or (1,)
             assert saved[f"optim.state.{number}.{key}"].size == value.shape == (unsharded if value.ndim else ())
-    before = full_state_dict(jitted)
-    _update(jitted, optimizer)
-    expected = contents(jitted, optimizer)
-    for state in (*states, None):
-        jitted.load_original_state_dict(before)
-        other = _adamw(jitted)
-        if state is None:  # in place, into the state of an optimizer that has made another step
-            loaded = {"optim": optimizer.state_dict()}
-            dcp.load(loaded, checkpoint_id=tmp_path)
-            state = loaded["optim"]
-        other.load_state_dict(state)
-        _update(jitted, other)
-        assert_equal(contents(jitted, other), expected)
-
-    # State with other rows, of another model's optimizer. Then parameters pickled without a state dict.
-    if transport == "flat":
-        stranger = thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])
-        theirs = _adamw(stranger)
-        _update(stranger, theirs)
-        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
-        for model, trained in ((stranger, theirs), (jitted, optimizer)):
-            _update(model, trained)
-        ours, others = (get_optimizer_state_dict(*pair)["state"] for pair in ((jitted, optimizer), (stranger, theirs)))
-        for name, state in ours.items():
-            assert_equal(state, others[name], name)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    ours, others = (tfs.get_optimizer_state_dict(model, update(model, o))["state"] for model, o in pairs)
+    for name, state in ours.items():
+        assert_equal(state, others[name], name)
     with pytest.raises(TypeError, check=coded("state-dict.sharded-parameter-pickled")):
         _pickled(dict(jitted.named_parameters()))
 
@@ -253,6 +232,10 @@ def test_entries_with_other_rows_and_plain_rows_are_refused(rank: int) -> None:
             with pytest.raises(ValueError, check=coded("state-dict.row-piece-copies-other-rows")):
                 into.copy_(source)
     safetensors = pytest.importorskip("safetensors.torch")
+    assert "RowPiece(rows [" in repr(piece) and "RowDTensor(rows [" in repr(jitted.state_dict()["mix"])
+    assert all(type(made) is type(piece) for made in (piece.to(torch.float32), piece.clone()))
+    with pytest.raises(NotImplementedError, check=coded("state-dict.row-piece-unsupported-operator")):
+        piece + 1
     for use in (
         piece.share_memory_,
         piece.numpy,
@@ -263,4 +246,142 @@ def test_entries_with_other_rows_and_plain_rows_are_refused(rank: int) -> None:
         lambda: safetensors.save({"entry": next(iter(jitted.state_dict().values()))}),
     ):
         with pytest.raises((NotImplementedError, RuntimeError, ValueError)):
+            use()
+
+
+#
+# Names, also of parts and under activation checkpointing
+#
+
+WRAPPED = "_checkpoint_wrapped_module"
+
+
+@modeled(
+    count=lambda: nn.Buffer(torch.zeros(())),
+    unsaved=lambda: nn.Buffer(torch.ones(4), persistent=False),
+    scale=(4,),
+    embedding=partial(nn.Linear, 4, 4, bias=False),
+    blocks=lambda: nn.ModuleList(Layer(4) for _ in range(2)),
+    norm=partial(nn.BatchNorm1d, 4),
+    head=partial(nn.Linear, 4, 4),
+)
+def Net(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A model with two blocks, and buffers that forward replaces; see ``_make`` for tied parameters."""
+    self.count = self.count + 1
+    x = self.embedding(x * self.scale * self.unsaved)
+    for block in self.blocks:
+        x = block(x)
+    return self.head(self.norm(x))
+
+
+def _wrap(module: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(module, check_fn=lambda m: isinstance(m, Layer))
+    return module
+
+
+def _make(seed: int = 0, *, wrap: bool = True) -> Any:
+    torch.manual_seed(seed)
+    net: Any = Net()
+    net.head.weight = net.embedding.weight
+    net.blocks[0].register_buffer("first_count", net.count)
+    net.double()
+    return _wrap(net) if wrap else net
+
+
+def _without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {n: v for n, v in state.items() if not any(name in n for name in names)}
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "all": lambda state: dict(state),
+    "with metadata": lambda state: state,
+    "every second": lambda state: dict(list(state.items())[::2]),
+    "one tied name": _without("embedding.weight"),
+    "the other tied name": _without("head.weight"),
+    "no buffers": _without("norm.running", "norm.num", "count"),
+    "no block": _without("blocks.1."),
+    "nothing": lambda state: {},
+    "more": lambda state: {
+        **state,
+        "x.y": torch.zeros(1),
+        "blocks.0.z": torch.zeros(1),
+        "blocks.7.up.bias": torch.ones(1),
+    },
+}
+
+
+@on_ranks(2)
+def test_missing_and_unexpected_keys_are_those_of_the_unsharded_module() -> None:
+    other, plain, module = _make(1), _make(), _make()
+    for net in (other, plain, module):
+        net.blocks[0] = getattr(net.blocks[0], WRAPPED)  # blocks with and without a wrapper
+        net.blocks[1].up.bias = net.blocks[0].up.bias
+    jitted = thunder.jit(module, transforms=[fsdp(init=tfs.Init(ignored_params=["blocks.1.up.bias"]))])
+    pairs = {
+        "jitted": (jitted, plain, other),
+        "original": (module, plain, other),
+        "holder": (Holder(jitted), Holder(plain), Holder(other)),
+        "list": (nn.ModuleList([module]), nn.ModuleList([plain]), nn.ModuleList([other])),
+        "blocks": (module.blocks, plain.blocks, other.blocks),
+        "block": (module.blocks[0], plain.blocks[0], other.blocks[0]),
+        "wrapped block": (module.blocks[1], plain.blocks[1], other.blocks[1]),
+    }
+    for case, (ours, theirs, source) in pairs.items():
+        for part, take in PARTS.items():
+            state = take(source.state_dict())
+            for owner in (ours, theirs):
+                fill(owner, 0.0)
+            actual, expected = (owner.load_state_dict(state, strict=False) for owner in (ours, theirs))
+            assert actual.missing_keys == expected.missing_keys, (case, part)
+            assert actual.unexpected_keys == expected.unexpected_keys, (case, part)
+            assert_equal(full_state_dict(jitted), plain.state_dict(), (case, part))
+            messages = []
+            for owner in (ours, theirs):
+                try:
+                    owner.load_state_dict(state)
+                except RuntimeError as error:
+                    messages.append(str(error).partition("\n")[2])
+            assert messages[:1] == messages[1:], (case, part)  # as nested modules name them
+
+
+@on_ranks(2)
+def test_names_leave_out_wrappers_for_activation_checkpointing() -> None:
+    plain = _make(wrap=False)
+    expected = plain.state_dict()
+    trained = {name for name, _ in plain.named_parameters()}
+    model = thunder.jit(_make(), transforms=[fsdp()])
+    assert any(WRAPPED in name for name, _ in model.named_parameters())  # as with FSDP2
+    optimizer = update(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for names in (tfs.get_optimizer_state_dict(model, optimizer), get_optimizer_state_dict(model, optimizer)):
+        assert names["state"].keys() == trained
+        assert {name for group in names["param_groups"] for name in group["params"]} == trained
+    values = full_state_dict(model)
+    assert values.keys() == expected.keys()
+    for state in (
+        model.state_dict(),
+        get_model_state_dict(model),
+        model._model.state_dict(),
+        tfs.get_model_state_dict(model),
+    ):
+        assert_equal(state, values)
+    assert {name for name, _ in tfs.stream_full_parameters(model)} == trained
+
+
+@on_ranks(2)
+def test_a_wrapper_around_the_whole_model_is_refused() -> None:
+    with pytest.raises(ValueError, check=coded("module.parameters-renamed-by-wrapper", "CheckpointWrapper", "scale")):
+        thunder.jit(checkpoint_wrapper(_make()), transforms=[fsdp()])
+
+
+@on_ranks(2)
+def test_parameters_that_the_module_does_not_have_are_refused() -> None:
+    class Adds(thunder.Transform):
+        def transform_module(self, model: Any) -> None:
+            model._overrides_parameters["0.weight.added"] = nn.Parameter(torch.zeros(2))
+
+    model = thunder.jit(nn.Sequential(nn.Linear(2, 2)), transforms=[fsdp(), Adds()])
+    for use in (model.state_dict, lambda: model.load_state_dict({}, strict=False)):
+        with pytest.raises(
+            NotImplementedError, check=coded("state-dict.parameter-of-another-transform", "0.weight.added")
+        ):
             use()

@@ -58,11 +58,8 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss
-    value = (
-        output
-        if isinstance(output, torch.Tensor)
-        else next(iter(output.values() if isinstance(output, dict) else output))
-    )
+    values = output.values() if isinstance(output, dict) else output
+    value = output if isinstance(output, torch.Tensor) else next(iter(values))
     return F.mse_loss(value, torch.linspace(-1, 1, value.numel(), dtype=value.dtype).view(value.shape))
 
 
@@ -118,17 +115,10 @@ _llava = _random(mark=slice(4), input_ids=_UNMARKED, labels=_TOKENS, pixel_value
 _noise = _random(sample=_IMAGE, timestep=_STEPS)
 _conditioned = _random(sample=_IMAGE, timestep=_STEPS, encoder_hidden_states=(2, 4, 16))
 _dit = _random(hidden_states=_IMAGE, timestep=_STEPS, class_labels=_CLASSES)
-_flux = _random(
-    hidden_states=(1, 4, 4),
-    encoder_hidden_states=(1, 3, 16),
-    pooled_projections=(1, 16),
-    timestep=(1,),
-    img_ids=(4, 3),
-    txt_ids=(3, 3),
-)
-_sd3 = _random(
-    hidden_states=(2, 4, 8, 8), encoder_hidden_states=(2, 3, 16), pooled_projections=(2, 16), timestep=_STEPS
-)
+_texts = {"encoder_hidden_states": (1, 3, 16), "pooled_projections": (1, 16), "timestep": (1,)}
+_flux = _random(hidden_states=(1, 4, 4), **_texts, img_ids=(4, 3), txt_ids=(3, 3))
+_pairs = {"encoder_hidden_states": (2, 3, 16), "pooled_projections": (2, 16), "timestep": _STEPS}
+_sd3 = _random(hidden_states=(2, 4, 8, 8), **_pairs)
 _clicks = _random(dense=(4, 5), indices=_Ints(0, 17, (4, 3, 3)))
 
 
@@ -187,6 +177,11 @@ def _transformers(model: str, batch: Callable[..., Batch] = _tokens, **options: 
     return _architecture("transformers", make, batch, options)
 
 
+def _mixing(model: str, *leaves: str, **options: Any) -> Architecture:
+    """Return a model of transformers with layers that run as they are, in float32."""
+    return _transformers(model, leaves=leaves, **FLOAT32, **options)
+
+
 def _timm(name: str, batch: Callable[..., Batch], **options: Any) -> Architecture:
     return _architecture("timm", lambda library, **options: library.create_model(name, **options), batch, options)
 
@@ -234,38 +229,27 @@ class DLRM(nn.Module):
 
 
 _BY_SIZE = {
-    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads num_stages",
+    1: "n_groups mamba_n_groups n_shared_experts topk_group first_k_dense_replace attn_layer_offset expert_layer_offset",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads num_stages "
+    "num_experts_per_tok n_group linear_num_key_heads attn_layer_period expert_layer_period",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads mamba_chunk_size "
-    "chunk_size mamba_n_heads",
-    8: "head_dim d_kv num_mel_bins image_size mamba_d_state",
+    "chunk_size mamba_n_heads num_local_experts num_experts n_routed_experts qk_rope_head_dim qk_nope_head_dim "
+    "linear_num_value_heads mamba_dt_rank patch_size",
+    8: "head_dim d_kv num_mel_bins image_size mamba_d_state kv_lora_rank q_lora_rank v_head_dim linear_key_head_dim "
+    "linear_value_head_dim state_size",
     16: "projection_dim max_source_positions max_target_positions mamba_d_head moe_intermediate_size embedding_size "
     "shared_expert_intermediate_size",
     32: "hidden_size n_embd d_model dim word_embed_proj_dim attention_hidden_size max_position_embeddings n_positions",
     64: "intermediate_size ffn_dim d_ff hidden_dim encoder_ffn_dim decoder_ffn_dim mamba_d_ssm vocab_size",
 }
-_SIZES = {name: size for size, names in _BY_SIZE.items() for name in names.split()} | {
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "patch_size": 4,
-    "mamba_n_groups": 1,
-}
+_SIZES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+_SIZES |= {"use_cache": False, "use_mamba_kernels": False}
 """Those that a configuration of transformers takes are its sizes."""
 
-_DIFFUSION = {
-    "sample_size": 8,
-    "patch_size": 2,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "joint_attention_dim": 16,
-    "pooled_projection_dim": 16,
-    "caption_projection_dim": 16,
-    "block_out_channels": (8, 16),
-    "layers_per_block": 1,
-}
+_DIFFUSION = {"sample_size": 8, "patch_size": 2, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+_DIFFUSION |= dict.fromkeys(("joint_attention_dim", "pooled_projection_dim", "caption_projection_dim"), 16)
+_DIFFUSION |= {"block_out_channels": (8, 16), "layers_per_block": 1, "cross_attention_dim": 16}
 
 _TEXT = {name: _SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
 _TEXT |= {"num_attention_heads": 4, "max_position_embeddings": 32}
@@ -274,9 +258,15 @@ _VISION |= {"num_attention_heads": 4, "patch_size": 4}
 _CLIP = {"text_config": {**_TEXT, "bos_token_id": 1, "eos_token_id": VOCAB - 1, "pad_token_id": 0}}
 _CLIP |= {"vision_config": _VISION, "fsdp2": _NO_SCALARS}
 _LLAVA = {"text_config": {"model_type": "llama", **_TEXT, "num_key_value_heads": 2, "use_cache": False}}
+_LLAVA |= {"image_token_index": VOCAB - 1, "image_seq_length": 4, "vision_feature_layer": -2}
 _LLAVA |= {"vision_config": {"model_type": "clip_vision_model", **_VISION, "projection_dim": 16}}
-_EXPERTS = {"num_experts_per_tok": 2, **FLOAT32}
+_EXPERTS = {"leaves": (_GROUPED,), **FLOAT32}
 _WINDOW = {"sliding_window": 4}
+_SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_WAVES = {"conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
+_WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_length": 2}
+_TIMM_VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+_UNET = {"norm_num_groups": 4, "attention_head_dim": 4}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "dlrm": Architecture("torch", DLRM, _clicks, tolerance=1e-11),
@@ -309,75 +299,26 @@ ARCHITECTURES: dict[str, Architecture] = {
     "stablelm": _transformers("StableLmForCausalLM"),
     "starcoder2": _transformers("Starcoder2ForCausalLM"),
     # Mixtures of experts.
-    "deepseek_v3": _transformers(
-        "DeepseekV3ForCausalLM",
-        **_EXPERTS,
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        leaves=(_GROUPED,),
-    ),
-    "gpt_oss": _transformers("GptOssForCausalLM", **_EXPERTS, **_WINDOW, num_local_experts=4, leaves=(_GROUPED,)),
-    "mixtral": _transformers("MixtralForCausalLM", **_EXPERTS, num_local_experts=4, leaves=(_GROUPED,)),
-    "qwen3_moe": _transformers("Qwen3MoeForCausalLM", **_EXPERTS, num_experts=4, leaves=(_GROUPED,)),
+    "deepseek_v3": _transformers("DeepseekV3ForCausalLM", **_EXPERTS, num_key_value_heads=4),
+    "gpt_oss": _transformers("GptOssForCausalLM", **_EXPERTS, **_WINDOW),
+    "mixtral": _transformers("MixtralForCausalLM", **_EXPERTS),
+    "qwen3_moe": _transformers("Qwen3MoeForCausalLM", **_EXPERTS),
     # State spaces, and mixtures of them with attention.
-    "bamba": _transformers(
-        "BambaForCausalLM", attn_layer_indices=[1], **FLOAT32, leaves=("model.layers.*.mamba (BambaMixer)",)
-    ),
-    "falcon_h1": _transformers("FalconH1ForCausalLM", **FLOAT32, leaves=("model.layers.*.mamba (FalconH1Mixer)",)),
-    "jamba": _transformers(
-        "JambaForCausalLM",
-        **_EXPERTS,
-        num_experts=4,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        mamba_d_state=4,
-        mamba_dt_rank=4,
-        use_mamba_kernels=False,
-        leaves=("model.layers.*.mamba (JambaMambaMixer)", _GROUPED),
-    ),
-    "mamba": _transformers(
-        "MambaForCausalLM", state_size=4, **FLOAT32, leaves=("backbone.layers.*.mixer (MambaMixer)",)
-    ),
-    "mamba2": _transformers(
-        "Mamba2ForCausalLM",
-        head_dim=16,
-        n_groups=1,
-        state_size=8,
-        **FLOAT32,
-        leaves=("backbone.layers.*.mixer (Mamba2Mixer)",),
-    ),
-    "qwen3_next": _transformers(
-        "Qwen3NextForCausalLM",
-        **_EXPERTS,
-        num_experts=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+    "bamba": _mixing("BambaForCausalLM", "model.layers.*.mamba (BambaMixer)", attn_layer_indices=[1]),
+    "falcon_h1": _mixing("FalconH1ForCausalLM", "model.layers.*.mamba (FalconH1Mixer)"),
+    "jamba": _mixing("JambaForCausalLM", "model.layers.*.mamba (JambaMambaMixer)", _GROUPED),
+    "mamba": _mixing("MambaForCausalLM", "backbone.layers.*.mixer (MambaMixer)"),
+    "mamba2": _mixing("Mamba2ForCausalLM", "backbone.layers.*.mixer (Mamba2Mixer)", head_dim=16),
+    "qwen3_next": _mixing(
+        *("Qwen3NextForCausalLM", "model.layers.*.linear_attn (Qwen3NextGatedDeltaNet)", _GROUPED),
         layer_types=["linear_attention", "full_attention"],
-        leaves=("model.layers.*.linear_attn (Qwen3NextGatedDeltaNet)", _GROUPED),
     ),
     "rwkv": _transformers("RwkvForCausalLM", **FLOAT32),
     # Encoders.
     "albert": _transformers("AlbertForMaskedLM"),
     "bert": _transformers("BertForMaskedLM"),
     "deberta_v2": _transformers(
-        "DebertaV2ForMaskedLM",
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_biased_input=False,
-        **FLOAT32,
+        *("DebertaV2ForMaskedLM", _tokens), relative_attention=True, pos_att_type=["p2c", "c2p"], **FLOAT32
     ),
     "distilbert": _transformers("DistilBertForMaskedLM"),
     "electra": _transformers("ElectraForMaskedLM"),
@@ -393,52 +334,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "ConvNextForImageClassification", _pixels(32), hidden_sizes=[8, 16], depths=[1, 1], num_labels=5
     ),
     "dinov2": _transformers("Dinov2ForImageClassification", _pixels(8), num_labels=5),
-    "llava": _transformers(
-        "LlavaForConditionalGeneration",
-        _llava,
-        **_LLAVA,
-        image_token_index=VOCAB - 1,
-        image_seq_length=4,
-        vision_feature_layer=-2,
-        leaves=("model (LlavaModel)",),
-    ),
+    "llava": _transformers("LlavaForConditionalGeneration", _llava, **_LLAVA, leaves=("model (LlavaModel)",)),
     "siglip": _transformers("SiglipModel", _clip_pairs, **_CLIP),
-    "swin": _transformers(
-        "SwinForImageClassification",
-        _pixels(16),
-        image_size=16,
-        patch_size=2,
-        embed_dim=16,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-        num_labels=5,
-    ),
+    "swin": _transformers("SwinForImageClassification", _pixels(16), **_SWIN, num_labels=5),
     "vit": _transformers("ViTForImageClassification", _pixels(8), num_labels=5),
-    "wav2vec2": _transformers(
-        "Wav2Vec2ForCTC",
-        _waves,
-        conv_dim=(16, 16),
-        conv_stride=(4, 2),
-        conv_kernel=(8, 4),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        ctc_loss_reduction="mean",
-        mask_time_length=2,
-        fails="masked_select",
-    ),
+    "wav2vec2": _transformers("Wav2Vec2ForCTC", _waves, **_WAVES, fails="masked_select"),
     "timm_resnet18": _timm("resnet18", _random(x=(2, 3, 32, 32)), num_classes=5),
-    "timm_vit": _timm(
-        "vit_tiny_patch16_224",
-        _random(x=_IMAGE),
-        img_size=8,
-        patch_size=4,
-        embed_dim=32,
-        depth=2,
-        num_heads=4,
-        num_classes=5,
-    ),
+    "timm_vit": _timm("vit_tiny_patch16_224", _random(x=_IMAGE), **_TIMM_VIT, num_classes=5),
     "timm_convnext": _timm(
         "convnext_atto", _random(x=(2, 3, 32, 32)), depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5
     ),
@@ -447,32 +349,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         "DiTTransformer2DModel", _dit, in_channels=3, num_embeds_ada_norm=5, norm_num_groups=8, fsdp2=_OUTSIDE
     ),
     "flux": _diffusers(
-        "FluxTransformer2DModel",
-        _flux,
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        axes_dims_rope=(2, 2, 4),
+        *("FluxTransformer2DModel", _flux), patch_size=1, in_channels=4, num_single_layers=1, axes_dims_rope=(2, 2, 4)
     ),
     "sd3": _diffusers("SD3Transformer2DModel", _sd3, in_channels=4, out_channels=4, pos_embed_max_size=8),
     "unet": _diffusers(
-        "UNet2DModel",
-        _noise,
-        norm_num_groups=4,
-        attention_head_dim=4,
+        *("UNet2DModel", _noise),
+        **_UNET,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     ),
     "unet_conditioned": _diffusers(
-        "UNet2DConditionModel",
-        _conditioned,
+        *("UNet2DConditionModel", _conditioned),
+        **_UNET,
         in_channels=3,
         out_channels=3,
-        norm_num_groups=4,
-        attention_head_dim=4,
         num_attention_heads=None,
-        cross_attention_dim=16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     ),

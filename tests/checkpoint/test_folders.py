@@ -1,12 +1,14 @@
-"""Old checkpoints are removed, and nothing else: no data behind links, nothing of others, never the newest one."""
+"""Old checkpoints are removed and nothing else. Folders that one rank cannot use are an error on every rank."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +20,11 @@ from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from coded import coded
+from coded import coded, says
 from ranks import on_ranks
-from saving import METADATA, assert_intact, small, update
+from saving import METADATA, assert_intact, on_first, refused, small, small_files, update
 
 
 def _complete(folder: Path) -> list[str]:
@@ -204,3 +207,120 @@ def test_a_checkpoint_that_is_removed_while_a_folder_is_listed_does_not_count(tm
     listed = [tmp_path / "removed" / METADATA, tmp_path / "kept" / METADATA]
     with mock.patch.object(Path, "glob", return_value=listed):
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "kept"
+
+
+#
+# Folders that one rank cannot use
+#
+
+
+@contextlib.contextmanager
+def _deleted_working_folder(folder: Path) -> Iterator[None]:
+    before = os.open(".", os.O_RDONLY)
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+SAVES: dict[str, Callable[[Any, Any], Any]] = {
+    "save": lambda folder, model: tfs.save_checkpoint(model, folder),
+    "save beside": lambda folder, model: tfs.save_checkpoint_async(model, folder).result(),
+    "save whole": lambda folder, model: tfs.save_safetensors(model, folder),
+}
+CALLS: dict[str, Callable[[Any, Any], Any]] = SAVES | {
+    "load": lambda folder, model: tfs.load_checkpoint(model, folder),
+    "load whole": lambda folder, model: tfs.load_safetensors(model, folder),
+}
+UNUSABLE = dict.fromkeys(CALLS, coded("checkpoint.path-not-usable"))
+# Rank 0 does not find what it would load either, and the error has the code of the first rank that fails.
+UNUSABLE["load whole"] = coded("checkpoint.source-without-safetensors")
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_use_is_refused_on_all(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    for name, call in CALLS.items():
+        folder = tmp_path / name
+        unusable = UNUSABLE[name].naming("(on ranks [1])")
+        refused(unusable.naming(": None "), model, call, None if rank else folder, model)
+        with _deleted_working_folder(tmp_path / f"deleted-{rank}") if rank else contextlib.nullcontext():
+            relative = os.path.relpath(folder) if rank == 0 else "relative"
+            refused(unusable.naming("'relative'"), model, call, relative, model)
+    for save in SAVES.values():
+        expected = coded("checkpoint.not-saved", "the folder that the first rank saves into", "(on ranks [1])")
+        refused(expected, model, save, tmp_path / f"of-{rank}", model)
+    on_first((tmp_path / "file").write_text, "")
+    for culprit in range(2):
+        folder = tmp_path / ("file" if rank == culprit else "folder") / "step-1"
+        for call in CALLS.values():
+            # Other calls and ranks have other reasons.
+            expected = says(re.escape(str(tmp_path / "file" / "step-1")))
+            assert f"(on ranks [{culprit}])" in refused(expected, model, call, folder, model)
+    for chosen, shown in ((5, "5 of type int"), ([5], "5 of type int"), (None, "None of type NoneType")):
+        for call in (tfs.save_checkpoint, tfs.load_checkpoint):
+            expected = coded("optimizer.not-an-optimizer", f"{shown} (on ranks [1])")
+            refused(expected, model, call, model, tmp_path / "new", chosen if rank else optimizer)
+    assert tfs.latest_checkpoint(tmp_path) is None
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_link_to_nothing_is_refused_with_its_target(rank: int, tmp_path: Path) -> None:
+    model, _ = small()
+    on_first((tmp_path / "latest").symlink_to, "step-3")
+    for folder in (tmp_path / "latest", tmp_path / "latest" / "below"):
+        for call in CALLS.values():
+            refused(coded("checkpoint.path-is-broken-link", tmp_path / "latest", "step-3"), model, call, folder, model)
+    on_first((tmp_path / "step-3").mkdir)
+    tfs.save_checkpoint(model, tmp_path / "latest")
+    tfs.load_checkpoint(model, tmp_path / "step-3")
+
+
+fabric = pytest.importorskip("thunder_fsdp_sched.extras.fabric.checkpoint", exc_type=ImportError)
+
+
+@on_ranks(2)
+def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp_path: Path) -> None:
+    save = fabric.save
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            if rank:
+                raise ValueError("this loader has no state")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    model, _ = small()
+    for whole in (False, True):
+        path = tmp_path / f"whole-{whole}"
+        refused(
+            coded("checkpoint.failed-on-ranks", "this loader has no state (on ranks [1])"),
+            model,
+            save,
+            path,
+            {"m": model, "l": Broken()},
+            whole=whole,
+            keep=None,
+        )
+        with _deleted_working_folder(tmp_path / f"gone-{whole}") if rank else contextlib.nullcontext():
+            relative = Path(os.path.relpath(path)) if rank == 0 else Path("relative")
+            save(relative, {"m": model}, whole=whole, keep=None)
+        assert path.exists()
+        unpicklable = {"m": model, "step": 1, "rule": lambda step: step}
+        expected = coded("fabric.entry-not-picklable", "state['rule']", "<lambda>", "(on ranks [0])")
+        refused(expected, model, save, path, unpicklable, whole=whole, keep=None)
+
+
+@on_ranks(1)
+def test_a_full_disk_is_named_when_values_of_fabric_are_written(tmp_path: Path) -> None:
+    """``torch.save`` hides the reason of a tensor that is larger than the buffer of the file."""
+    model, _ = small()
+    state = {"m": model, "a": torch.ones(100_000)}
+    with small_files(os.getpid()):
+        refused(says("File too large"), model, fabric.save, tmp_path / "file", state, whole=True, keep=None)
