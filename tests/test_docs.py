@@ -199,17 +199,10 @@ def test_the_code_of_the_readme_is_part_of_the_tested_examples() -> None:
             )
 
 
-class _Words(torch.nn.Module):
-    """A language model without attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(8, 4)
-        self.block = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
-        self.head = torch.nn.Linear(4, 8)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.embedding(tokens)))
+def _words() -> torch.nn.Module:
+    """Return a language model without attention."""
+    block = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    return torch.nn.Sequential(torch.nn.Embedding(8, 4), block, torch.nn.Linear(4, 8)).double()
 
 
 def _batches_of(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -226,7 +219,7 @@ def _batches_of(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @on_ranks(2)
 def test_the_recipe_for_tokens_gives_the_mean_over_all_tokens(rank: int) -> None:
     torch.manual_seed(0)
-    module = _Words().double()
+    module = _words()
     expected = copy.deepcopy(module)
     names = {"tfs": thunder_fsdp_sched, "thunder": thunder, "torch": torch, "dist": torch.distributed, "module": module}
     [block] = blocks_of(section("training.md", "Normalize by tokens"))
@@ -282,7 +275,7 @@ def test_wrapped_blocks_are_recomputed_without_more_communication(rank: int, wor
     saved_bytes, gathers = [], []
     for is_wrapped in (False, True):
         torch.manual_seed(0)
-        names["module"] = module = _Words().double()
+        names["module"] = module = _words()
         expected = copy.deepcopy(module)
         exec(block if is_wrapped else block.splitlines()[-1], names)
         tokens, _ = _batches_of(rank)[0]

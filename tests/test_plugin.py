@@ -10,7 +10,7 @@ from thunder_fsdp_sched import FSDPSched, FSDPTransform, Plan
 import pytest
 import thunder
 import torch
-from models import Model
+from models import modeled
 from ranks import on_ranks
 from scenario import Run
 from thunder.extend import get_executor
@@ -25,16 +25,11 @@ class _DefaultExecutors(BaseRecipe):
         return list(thunder.get_default_executors())
 
 
-class _Model(Model):
-    """Computes something else in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(self.width, 7), nn.Linear(7, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.layers(x))
-        return 2 * x if self.training else x
+@modeled(layers=lambda: nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3)))
+def _Model(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute something else in evaluation."""
+    x = torch.tanh(self.layers(x))
+    return 2 * x if self.training else x
 
 
 def _plan(model: Any) -> Plan:

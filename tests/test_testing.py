@@ -7,7 +7,7 @@ from thunder_fsdp_sched import testing
 import pytest
 import torch
 from coded import coded
-from models import Stack
+from models import Calling, Stack
 from torch import nn
 
 pytest_plugins = ["pytester"]
@@ -57,23 +57,17 @@ def test_different_models_on_ranks_fail_the_assertion_of_equal_schedules():
         testing.assert_same_schedule_on_all_ranks(compiled)
 
 
-class Copies(nn.Module):
-    """A model that copies its parameters in forward."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "cat":
-            return x @ torch.cat([self.left.weight, self.right.weight], 1)
-        return x @ self.left.weight.t().clone() @ self.right.weight
+COPIES = {
+    "cat": lambda m, x: x @ torch.cat([m.left.weight, m.right.weight], 1),
+    "clone": lambda m, x: x @ m.left.weight.t().clone() @ m.right.weight,
+}
+"""Forwards that copy parameters."""
 
 
 @pytest.mark.parametrize(("kind", "buckets"), [("cat", r"\['left', 'right'\]"), ("clone", r"\['left'\]")])
 def test_copies_of_parameters_are_found_through_views(kind, buckets):
-    [compiled] = testing.compile_on_fake_ranks(lambda: (Copies(kind), (torch.ones(2, 4),)), 2)
+    model = Calling(COPIES[kind], left=nn.Linear(4, 4), right=nn.Linear(4, 4))
+    [compiled] = testing.compile_on_fake_ranks(lambda: (model, (torch.ones(2, 4),)), 2)
     with pytest.raises(AssertionError, match=rf"{kind} copies parameters of {buckets}"):
         testing.assert_no_parameter_copies(compiled)
 
@@ -83,11 +77,6 @@ def test_compiled_traces_do_not_keep_a_destroyed_process_group_alive():
     issue = next(b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_all_gather")
     with pytest.raises(RuntimeError, check=coded("ranks.process-group-destroyed", "default_pg")):
         _ = issue.args[0].ranks.group.process_group
-
-
-def test_assertions_refuse_modules_that_are_not_jitted():
-    with pytest.raises(TypeError, check=coded("module.expected-sharded-model")):
-        testing.assert_gathers_in_consumer_order(nn.Linear(2, 2))
 
 
 def test_the_example_pins_a_schedule_until_it_is_updated(pytester):

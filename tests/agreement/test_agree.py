@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from internals import channel
-from models import Stack
+from models import Calling, Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, loss_of
 from torch import nn
@@ -57,14 +58,9 @@ def test_the_numbers_are_those_of_the_unsharded_model_and_steps_send_no_message(
     SCENARIOS[name].run()
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, times: float) -> torch.Tensor:
-        return (self.right(self.left(x)) * times).square().mean()
+def _branches(forward: Callable[..., Any] = lambda m, x: (m.right(m.left(x))).square().mean()) -> nn.Module:
+    torch.manual_seed(0)
+    return Calling(forward, left=nn.Linear(4, 4), right=nn.Linear(4, 4))
 
 
 def _jit(module: nn.Module, **options: Any) -> Any:
@@ -73,22 +69,14 @@ def _jit(module: nn.Module, **options: Any) -> Any:
 
 @on_ranks()
 def test_ranks_that_compile_different_computations_raise_unless_they_never_agree(rank: int) -> None:
-    class Other(_Branches):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.right(self.left(x))).mean() if rank else self.right(self.left(x)).mean()
-
-    x = torch.ones(3, 4)
-    model = _jit(Other(), agree="compile")
-    with pytest.raises(
-        ScheduleDisagreement, check=coded("ranks.ranks-disagree", "the collectives agree but the computations differ")
-    ):
-        model(x)
-    model = _jit(Other(), agree="never")
+    x, forward = torch.ones(3, 4), lambda m, x: (torch.relu if rank else torch.neg)(m.right(m.left(x))).mean()
+    different = coded("ranks.ranks-disagree", "the collectives agree but the computations differ")
+    with pytest.raises(ScheduleDisagreement, check=different):
+        _jit(_branches(forward), agree="compile")(x)
+    model, reference = _jit(_branches(forward), agree="never"), _branches()
     model(x).backward()
-    reference = _Branches()
-    for relu in (True, False):
-        out = reference.right(reference.left(x))
-        ((torch.relu(out) if relu else out).mean() / 2).backward()
+    out = reference.right(reference.left(x))
+    ((torch.relu(out).mean() - out.mean()) / 2).backward()
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
@@ -96,22 +84,17 @@ def test_ranks_that_compile_different_computations_raise_unless_they_never_agree
 @pytest.mark.parametrize("agree", ["compile", "never"])
 @on_ranks()
 def test_a_kept_bucket_that_another_forward_has_overwritten_is_an_error(agree: str) -> None:
-    model = _jit(_Branches(), sharding_strategy="zero2", agree=agree)
-    first, second = model(torch.ones(3, 4), 1.0), model(torch.ones(3, 4), 1.0)
+    model = _jit(_branches(), sharding_strategy="zero2", agree=agree)
+    first, second = model(torch.ones(3, 4)), model(torch.ones(3, 4))
     with pytest.raises(RuntimeError, check=coded("step.bucket-lost-before-backward", agree)):
         first.backward()
     second.backward()
 
 
-class _TwoOutputs(_Branches):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.left(x).mean(), self.right(x).mean()
-
-
 @pytest.mark.parametrize("agree", ["step", "compile"])
 @on_ranks()
 def test_parameters_that_a_loss_does_not_use_have_a_gradient_of_zeros_unless_ranks_agree_in_steps(agree: str) -> None:
-    model = _jit(_TwoOutputs(), agree=agree)
+    model = _jit(_branches(lambda m, x: (m.left(x).mean(), m.right(x).mean())), agree=agree)
     model(torch.ones(3, 4))[0].backward()
     grad = model.get_parameter("right.weight").grad
     assert grad is None if agree == "step" else not grad.full_tensor().any()
@@ -120,11 +103,11 @@ def test_parameters_that_a_loss_does_not_use_have_a_gradient_of_zeros_unless_ran
 
 @on_ranks()
 def test_a_rank_that_steps_alone_waits_until_the_timeout(rank: int) -> None:
-    model = _jit(_Branches(), agree="compile", ranks=dist.new_group(timeout=timedelta(seconds=2)))
-    model(torch.ones(3, 4), 1.0).backward()
+    model = _jit(_branches(), agree="compile", ranks=dist.new_group(timeout=timedelta(seconds=2)))
+    model(torch.ones(3, 4)).backward()
     if rank == 0:
         failed = coded("step.collective-failed", "rank 0: the all-gather of bucket", "agree='compile'")
         with pytest.raises(RuntimeError, check=failed) as failure:
-            model(torch.ones(3, 4), 1.0)
+            model(torch.ones(3, 4))
         assert "timed out" in str(failure.value).lower() and "had agreed" not in str(failure.value)
     dist.barrier()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from internals import args_of, new_groups, verify
-from models import Layer, Model, Stack
+from models import Layer, Stack
 from ranks import on_ranks
 from scenario import Run, loss_of, sgd
 from thunder.core.trace import from_trace
@@ -101,23 +101,14 @@ class ExpertBlock(nn.Module):
         return x + (x[:, :1] > 0).to(x.dtype) * self.expert.forward(x)
 
 
-class Experts(Model):
-    """A model with experts that a rank shares with one other rank. The two pairs' experts differ in size."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(ExpertBlock(4, expert_width=5 if rank % 2 else 6) for _ in range(2))
-        self.last = nn.Linear(4, 3)
-        generators = [torch.Generator().manual_seed(seed) for seed in (0, 1 + rank % 2)]
-        for name, param in self.named_parameters():
-            nn.init.normal_(param, generator=generators[_is_expert(name)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first.forward(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last.forward(x)
+def _experts(rank: int) -> Any:
+    """Return a model with experts that a rank shares with one other rank. The two pairs' experts differ in size."""
+    model = Stack(2)
+    model.blocks = nn.ModuleList(ExpertBlock(4, expert_width=5 if rank % 2 else 6) for _ in range(2))
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1 + rank % 2)]
+    for name, param in model.named_parameters():
+        nn.init.normal_(param, generator=generators[_is_expert(name)])
+    return model.double()
 
 
 def _is_expert(name: str) -> bool:
@@ -131,7 +122,7 @@ def _expert_group(rank: int) -> dist.ProcessGroup:
 
 @on_ranks(4)
 def test_experts_are_sharded_over_the_ranks_that_share_them(rank: int) -> None:
-    expert_group, reference = _expert_group(rank), Experts(rank).double()
+    expert_group, reference = _expert_group(rank), _experts(rank)
     transform = fsdp(
         sharding_strategy="zero2",
         ranks=Ranks(

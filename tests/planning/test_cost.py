@@ -4,6 +4,7 @@ No test depends on how long anything takes.
 """
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.extras.planning.cost import ring_seconds
 from thunder_fsdp_sched.extras.step_memory.rows import StepRows
 from thunder_fsdp_sched.kernels.calls import call_operator
-from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol, cluster
+from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
@@ -20,8 +21,8 @@ from thunder_fsdp_sched.transports.flat import Flat
 import pytest
 import thunder
 import torch
-from coded import coded
 from internals import effects, fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from models import modeled
 from synthetic_traces import make_bucket, tensor
 from thunder.core import dtypes, prims
 from thunder.core.symbol import Symbol
@@ -47,13 +48,6 @@ PLAIN = ClusterSpec(
 #
 # Clusters
 #
-
-
-def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ValueError, check=coded("plan.cluster-unknown-name", "h1000", "a100-sxm", "h100-sxm")):
-        cluster("h1000")
-    assert cluster("h100-sxm") is CLUSTERS["h100-sxm"]
-    assert cluster(PLAIN) is PLAIN
 
 
 @pytest.mark.parametrize(
@@ -260,20 +254,16 @@ def test_flops_of_causal_attention_exclude_the_masked_half():
     assert device_seconds(trace, COUNTS_FLOPS) == [products, 5 * products]
 
 
-class Mixed(nn.Module):
-    """A model with a convolution, linear layers and batched products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 8, 3, padding=1, stride=2)
-        self.linear = nn.Linear(8 * 16, 20)
-        self.head = nn.Linear(20, 5, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.convolution(x)).flatten(1)
-        z = torch.nn.functional.gelu(self.linear(y))
-        scores = torch.softmax(z.view(-1, 4, 5) @ z.view(-1, 4, 5).transpose(1, 2), -1)
-        return self.head((scores @ z.view(-1, 4, 5)).flatten(1)).sum()
+@modeled(
+    convolution=partial(nn.Conv2d, 3, 8, 3, padding=1, stride=2),
+    linear=partial(nn.Linear, 8 * 16, 20),
+    head=partial(nn.Linear, 20, 5, bias=False),
+)
+def Mixed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A convolution, linear layers and batched products."""
+    y = torch.relu(self.convolution(x)).flatten(1)
+    z = torch.nn.functional.gelu(self.linear(y)).view(-1, 4, 5)
+    return self.head((torch.softmax(z @ z.transpose(1, 2), -1) @ z).flatten(1)).sum()
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -21,7 +21,7 @@ import thunder
 import torch
 from coded import coded
 from memory_count import Tracker
-from models import Layer, Stack
+from models import Layer, Stack, modeled
 from profiles import LONG_ONLY
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
@@ -202,15 +202,11 @@ def test_the_device_of_the_planned_ranks_decides_on_the_memory_of_encoding():
     assert found["cpu", None]["encoding (blocks.0)"] == blocks * 5 * 4, "scaled in float32, a rank after the other"
 
 
-class AddsInPlace(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x, y):
-        h = self.linear(x + y)
-        y.add_(1.0)
-        return h * y
+@modeled(linear=partial(torch.nn.Linear, 8, 8))
+def AddsInPlace(self, x, y):
+    h = self.linear(x + y)
+    y.add_(1.0)
+    return h * y
 
 
 def test_tensors_on_the_meta_device_share_memory_only_if_they_are_views():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
@@ -23,20 +24,16 @@ import thunder
 import torch
 from coded import coded
 from internals import effects
-from models import Stack
+from models import Stack, modeled
 from profiles import LONG_ONLY
 from test_dry_run import make_on_meta
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 
-class Attention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(32, 96)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        heads = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        return torch.nn.functional.scaled_dot_product_attention(*heads, mask, is_causal=mask is None).sum()
+@modeled(qkv=partial(torch.nn.Linear, 32, 96))
+def Attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    heads = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+    return torch.nn.functional.scaled_dot_product_attention(*heads, mask, is_causal=mask is None).sum()
 
 
 @pytest.mark.parametrize(
