@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
@@ -221,20 +220,6 @@ def test_no_table_of_a_parameter_grows_with_the_number_of_ranks() -> None:
             kept = [(b.spec.layout, [(r.starts, r._reshaped, r.is_even, r.is_cut) for r in b.rows]) for b in buckets]
             sizes[size] = len(pickle.dumps(kept))
     assert sizes[1024] < 1.1 * sizes[8], sizes  # bytes; a list of a number for each rank has 3,000
-
-
-def test_choosing_the_owner_of_a_parameter_reads_the_rows_of_each_rank_once() -> None:
-    size, read = 64, []
-    with fake_rank(0, size):
-        case = Case(2, width=64)
-        matrices = [param for param in case.params if param.ndim == 2]
-        lengths = Rows.lengths.fget
-        with mock.patch.object(
-            Rows, "lengths", property(lambda rows: (numbers := lengths(rows), read.extend(numbers))[0])
-        ):
-            whole = tfs.WholeParameters(torch.optim.Muon, case.model, matrices)
-    assert len(read) <= len(matrices) * size
-    assert [param.owner for param in whole._params.values()] == list(range(len(matrices)))  # all have the same size
 
 
 def test_a_second_backward_gathers_kept_buckets_again_in_whose_place_gradients_were_reduced() -> None:

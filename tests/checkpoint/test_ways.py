@@ -61,24 +61,12 @@ def _load_extra(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
     assert_equal(rest["ema"], {name: entry * 2 for name, entry in _entries(model).items()})
 
 
-def _rows(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
-    tfs.load_checkpoint(model, folder, optimizer)
-
-
 def _dcp_beside(model: Any, optimizer: Any, folder: Path) -> None:
     before = copy.deepcopy(model.state_dict())
     saving = dcp.async_save(_state(model, optimizer), checkpoint_id=folder)
     fill(model, 0.0)
     saving.result()
     model.load_state_dict(before)
-
-
-def _whole(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
-    tfs.load_safetensors(model, folder)
-
-
-def _in_place(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
-    dcp.load({"model": model, "optim": optimizer}, checkpoint_id=folder)
 
 
 def _pickle(model: Any, optimizer: Any, folder: Path) -> None:
@@ -92,16 +80,8 @@ def _load_states(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
     optimizer.load_state_dict(states[1])
 
 
-def _set_states(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
-    set_model_state_dict(model, dict(saved), options=StateDictOptions(full_state_dict=True))
-
-
 def _torch_states(model: Any, optimizer: Any) -> dict[str, Any]:
     return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-
-
-def _save_torch_states(model: Any, optimizer: Any, folder: Path) -> None:
-    dcp.save(_torch_states(model, optimizer), checkpoint_id=folder)
 
 
 def _load_torch_states(model: Any, optimizer: Any, folder: Path, saved: Any) -> None:
@@ -114,22 +94,28 @@ def _fabric(call: str, model: Any, optimizer: Any, folder: Path, saved: Any = No
     getattr(fabric, call)(folder, {"model": model, "optimizer": optimizer}, **options)
 
 
-full = lambda model, optimizer, folder: tfs.full_state_dict(model)  # noqa: E731
+# ruff: noqa: E731
+full = lambda m, o, f: tfs.full_state_dict(m)
+rows = lambda m, o, f, _: tfs.load_checkpoint(m, f, o)
+whole = lambda m, o, f, _: tfs.load_safetensors(m, f)
+in_place = lambda m, o, f, _: dcp.load({"model": m, "optim": o}, checkpoint_id=f)
+save_torch_states = lambda m, o, f: dcp.save(_torch_states(m, o), checkpoint_id=f)
+by_torch = lambda m, o, _, saved: set_model_state_dict(m, dict(saved), options=StateDictOptions(full_state_dict=True))
 load_fabric = partial(_fabric, "load", strict=True, weights_only=None)
 WAYS = {
     "checkpoint": Way(_save_extra, _load_extra, is_for_other_ranks=True),
-    "beside": Way(lambda m, o, f: tfs.save_checkpoint_async(m, f, o), _rows, is_for_other_ranks=True),
-    "whole files": Way(lambda m, o, f: tfs.save_safetensors(m, f), _whole, False, is_for_other_ranks=True),
-    "whole files beside": Way(lambda m, o, f: tfs.save_safetensors_async(m, f), _whole, False, is_for_other_ranks=True),
-    "dcp": Way(lambda m, o, f: dcp.save(_state(m, o), checkpoint_id=f), _rows, is_for_other_ranks=True),
-    "dcp beside": Way(_dcp_beside, _rows),
-    "dcp of objects": Way(lambda m, o, f: dcp.save({"model": m, "optim": o}, checkpoint_id=f), _in_place),
-    "torch's states": Way(_save_torch_states, _load_torch_states),
+    "beside": Way(lambda m, o, f: tfs.save_checkpoint_async(m, f, o), rows, is_for_other_ranks=True),
+    "whole files": Way(lambda m, o, f: tfs.save_safetensors(m, f), whole, False, is_for_other_ranks=True),
+    "whole files beside": Way(lambda m, o, f: tfs.save_safetensors_async(m, f), whole, False, is_for_other_ranks=True),
+    "dcp": Way(lambda m, o, f: dcp.save(_state(m, o), checkpoint_id=f), rows, is_for_other_ranks=True),
+    "dcp beside": Way(_dcp_beside, rows),
+    "dcp of objects": Way(lambda m, o, f: dcp.save({"model": m, "optim": o}, checkpoint_id=f), in_place),
+    "torch's states": Way(save_torch_states, _load_torch_states),
     "copies": Way(lambda m, o, _: copy.deepcopy([m.state_dict(), o.state_dict()]), _load_states),
     "pickles": Way(_pickle, _load_states),
     "whole": Way(full, lambda m, o, _, saved: m.load_original_state_dict(saved), False, is_for_other_ranks=True),
     "whole, by name": Way(full, lambda m, o, _, saved: m.load_state_dict(saved), False, is_for_other_ranks=True),
-    "whole, by torch": Way(full, _set_states, False, is_for_other_ranks=True),
+    "whole, by torch": Way(full, by_torch, False, is_for_other_ranks=True),
 }
 with contextlib.suppress(ImportError):
     fabric = import_module("thunder_fsdp_sched.extras.fabric.checkpoint")
@@ -235,7 +221,7 @@ def test_checkpoints_are_exchanged_with_fsdp2(tmp_path: Path) -> None:
         update(*saved)
         after = _values(*saved)
         for way in ways:
-            for make_loaded, load_it in ((_theirs, _load_torch_states), (_ours, _load_torch_states), (_ours, _rows)):
+            for make_loaded, load_it in ((_theirs, _load_torch_states), (_ours, _load_torch_states), (_ours, rows)):
                 loaded = make_loaded(2)
                 update(*loaded)  # creates optimizer state, which loading replaces
                 loaded[1].param_groups[0]["lr"] = 0.5

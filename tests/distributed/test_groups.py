@@ -302,18 +302,6 @@ def test_ranks_outside_of_a_mesh_need_not_take_part(rank: int) -> None:
         Run(Stack(1).double(), ranks=mesh).train(2)
 
 
-@on_ranks(2)
-def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collected(rank: int) -> None:
-    first = _shard_in_a_cycle()
-    run = Run(Stack(1).double(), ranks=dist.new_group([0, 1]))
-    run.train(1)
-    dist.destroy_process_group(first[0])
-    del first
-    if rank == 0:
-        gc.collect()
-    run.train(2, first=1)
-
-
 def test_models_that_are_given_one_ranks_object_have_a_control_each(one_rank: None) -> None:
     for ranks in (Ranks(process_group=dist.group.WORLD), Ranks(mesh=init_device_mesh("cpu", (1,)))):
         models = [thunder.jit(nn.Linear(2, 2), transforms=[fsdp(ranks=ranks)]) for _ in range(2)]

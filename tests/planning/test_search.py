@@ -133,14 +133,6 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
     assert (most_at_once(free), most_at_once(traces)) == (2, 1)
 
 
-@pytest.mark.long  # a choice between candidates that others look at
-def test_a_distance_that_fits_only_with_fewer_reductions_is_tried_even_if_a_smaller_one_fits():
-    limit = int(0.97 * compiled().memory.peak.nbytes)
-    free, fixed = compiled(max_memory=limit).choice, compiled(max_memory=limit, prefetch=1).choice
-    assert {c.prefetch for c in free.considered if c.reductions == 2} == {0}
-    assert free.chosen.prefetch == 1 and free.chosen.step_seconds <= fixed.chosen.step_seconds
-
-
 def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
     limit = int(0.6 * compiled(batch=32).memory.peak.nbytes)
     transform = fsdp(max_memory=limit, cluster=SLOW)
