@@ -13,7 +13,7 @@ forward every rank makes a call of its own, or none, because it has no batch. ``
   memory an earlier backward has released.
 - *Backward while parameters differ from those of its forward because* ``.data`` *was changed*: torch itself then mixes old
   activations with new weights. Once the change has been undone, backward runs and must be correct.
-- *Float32 parameters, and 0-dim values used twice*: other random models in ``test_world`` have these; Thunder fails on those.
+- *Float32 parameters, and 0-dim values used twice*: random models in ``test_world`` have these; Thunder fails on those.
 - *Gradients right after an exception inside backward*: autograd does not say which gradients have been computed. They are
   then set to ``None``, as a user has to do. No failure is injected into a backward under ``no_sync``, or while there are
   unreduced gradients: some of the accumulated gradients would be lost, and no call clears the others.

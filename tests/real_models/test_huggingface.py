@@ -23,6 +23,7 @@ from coded import coded
 from forked import run_python
 from internals import Rows
 from ranks import Ranks, launched, on_ranks
+from saving import assert_equal, contents, update
 from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed (make models)")
@@ -135,8 +136,7 @@ def test_save_pretrained_writes_whole_values_that_from_pretrained_loads(tmp_path
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config.dtype == torch.float32
-    for name, value in loaded.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+    assert_equal(dict(loaded.state_dict()), expected)
 
 
 def _adapt(rank: int, world_size: int, folder: Path) -> None:
@@ -182,8 +182,7 @@ def _adapt(rank: int, world_size: int, folder: Path) -> None:
     resumed = _shard(peft.get_peft_model(_llama(use_cache=False), config))
     optimizer = torch.optim.AdamW([p for p in resumed.parameters() if p.requires_grad], lr=0.1)
     load_checkpoint(resumed, folder / "checkpoint", optimizer)
-    for name, value in full_state_dict(resumed).items():
-        torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+    assert_equal(full_state_dict(resumed), whole)
     assert len(optimizer.state_dict()["state"]) == len(optimizers[0].state_dict()["state"]) > 0
 
 
@@ -245,20 +244,13 @@ def _accelerate(rank: int, world_size: int, folder: Path) -> None:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
             optimizers[1].step()
             optimizers[1].zero_grad()
-        trained = full_state_dict(sharded)
-        for name, value in trained.items():
+        for name, value in full_state_dict(sharded).items():
             torch.testing.assert_close(value, reference.state_dict()[name])
         save_checkpoint(sharded, folder / "checkpoint", optimizer)
-        state = copy.deepcopy(optimizers[0].state_dict()["state"][0]["momentum_buffer"].full_tensor())
-        with torch.no_grad():
-            for param in sharded.parameters():
-                param.zero_()
-                optimizers[0].state[param]["momentum_buffer"].zero_()
+        before = copy.deepcopy(contents(sharded, optimizers[0]))
+        update(sharded, optimizers[0])
         load_checkpoint(sharded, folder / "checkpoint", optimizer)
-        for name, value in full_state_dict(sharded).items():
-            torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
-        loaded = optimizers[0].state_dict()["state"][0]["momentum_buffer"].full_tensor()
-        torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+        assert_equal(contents(sharded, optimizers[0]), before)
     with _launched(rank, world_size):
         with pytest.raises(ValueError, check=coded("huggingface.accelerate-mixed-precision")):
             Accelerator(cpu=True, mixed_precision="bf16").prepare(_shard(_llama()))
@@ -283,8 +275,7 @@ def _train_with_trainer(rank: int, world_size: int, folder: Path) -> None:
         # An earlier one; the run replaces the newest.
         resumed = example.main(folder / "trained", resume=folder / "trained" / "checkpoint-2", **options)
         assert resumed.state.global_step == 4
-        for name, value in full_state_dict(resumed.model).items():
-            torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
+        assert_equal(full_state_dict(resumed.model), trained)
         loaded = example.transformers.LlamaForCausalLM.from_pretrained(folder / "trained" / "checkpoint-4")
         for name, value in loaded.state_dict().items():
             torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
