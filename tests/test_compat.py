@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,7 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * ctx.factor * 10 + 0 * x, None
+        return grad * ctx.factor * 10 + 0 * ctx.saved_tensors[0], None
 """
 
 
@@ -112,11 +112,9 @@ def test_supported_versions_pass(compat, monkeypatch, torch, thunder):
 )
 def test_the_error_of_an_unsupported_version_names_it_and_the_supported_ones(compat, monkeypatch, versions, expected):
     installed(monkeypatch, **versions)
-    with pytest.raises(ImportError) as raised:
+    supported = '"torch>=2.10,<2.16" "lightning-thunder>=0.2.6,<0.3"'
+    with pytest.raises(ImportError, match=f"{re.escape(expected)}(.|\n)*{re.escape(supported)}"):
         compat.prepare()
-    message = str(raised.value)
-    assert expected in message
-    assert '"torch>=2.10,<2.16" "lightning-thunder>=0.2.6,<0.3"' in message
 
 
 def test_a_wrong_version_stops_the_import_of_the_package_before_thunder():
@@ -142,7 +140,7 @@ def test_missing_methods_are_added_once_and_raise_when_called():
     printed = run_after_torch(
         LOAD_COMPAT
         + """
-import torch
+import pytest, torch
 compat.NAMED_TENSOR_METHODS += ("a_method_that_no_torch_has",)
 def rename(self): return "mine"
 torch.Tensor.rename = rename                # a method that exists is not replaced
@@ -164,13 +162,8 @@ assert all(getattr(torch.Tensor, name) is stand_in for name, stand_in in stand_i
 for name, stand_in in stand_ins.items():
     assert stand_in.__name__ == name
     for call in (lambda: getattr(torch.ones(2), name)("N"), lambda: stand_in(torch.ones(2), names=None)):
-        try:
+        with pytest.raises(AttributeError, match=rf"torch\\.Tensor\\.{name} does not exist in torch .*thunder_fsdp_sched"):
             call()
-        except AttributeError as error:
-            assert f"torch.Tensor.{name} does not exist in torch {torch.__version__}" in str(error)
-            assert "thunder_fsdp_sched" in str(error)
-        else:
-            raise AssertionError(name)
 assert "thunder" not in sys.modules
 print(*missing)
 """

@@ -268,27 +268,17 @@ def test_the_loop_that_logs_prints_on_the_first_rank(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_wrapped_blocks_are_recomputed_without_more_communication(rank: int, world_size: int) -> None:
+def test_wrapped_blocks_are_recomputed_without_more_communication(rank: int) -> None:
+    """``test_training`` and ``checkpoint/test_state_dict`` have their values and names."""
     names = {"tfs": thunder_fsdp_sched, "thunder": thunder, "Block": torch.nn.Sequential}
     names["apply_activation_checkpointing"] = apply_activation_checkpointing
     [block] = blocks_of(section("training.md", "Recompute activations"))
     saved_bytes, gathers = [], []
-    for is_wrapped in (False, True):
-        torch.manual_seed(0)
-        names["module"] = module = _words()
-        expected = copy.deepcopy(module)
-        exec(block if is_wrapped else block.splitlines()[-1], names)
-        tokens, _ = _batches_of(rank)[0]
+    for code in (block.splitlines()[-1], block):
+        names["module"] = _words()
+        exec(code, names)
         with saved_for_backward() as saved:
-            output = names["model"](tokens)
-        for result in (output, expected(tokens)):
-            loss_of(result).backward()
-        for name, grad in thunder_fsdp_sched.full_state_dict(names["model"]).items():
-            assert torch.equal(grad, expected.state_dict()[name])
-        for name, param in names["model"].named_parameters():
-            mean = expected.get_parameter(name.replace("_checkpoint_wrapped_module.", "")).grad
-            torch.distributed.all_reduce(mean)
-            torch.testing.assert_close(param.grad.full_tensor(), mean / world_size)
+            loss_of(names["model"](_batches_of(rank)[0][0])).backward()
         saved_bytes.append(sum(tensor.nbytes for tensor in saved))
         schedule = names["model"]._lc_transforms[-1].schedules[-1]
         gathers.append([len(part.of("fsdp_all_gather")) for part in (schedule.forward, schedule.backward)])
