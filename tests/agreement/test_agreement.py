@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import threading
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from internals import AGREEMENT, effects, shard_module
-from models import Stack
+from models import Calling, Stack
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,26 +69,30 @@ def _reordered(rank: int) -> nn.Module:
     return module
 
 
-SHARDED: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str, Any]], str]] = {
+def _of_version(rank: int) -> None:
+    with mock.patch.object(shard_module, "__version__", ("0.1", "9.9")[rank]):
+        _jit(TwoBranches())
+
+
+SHARDED: dict[str, tuple[Callable[[int], Any], str]] = {
     "another option": (
-        lambda rank: TwoBranches(),
-        lambda rank: {"bucketing_strategy": ("block", "none")[rank]},
+        lambda rank: _jit(TwoBranches(), bucketing_strategy=("block", "none")[rank]),
         r"rank 0: fsdp\(bucketing_strategy=block\)\n    rank 1: .*bucketing_strategy=none",
     ),
     "communicators on rank 1 alone": (
-        lambda rank: TwoBranches(),
-        lambda rank: {"ranks": tfs.Ranks(separate_reduce_scatter_group=rank == 1)},
+        lambda rank: _jit(TwoBranches(), ranks=tfs.Ranks(separate_reduce_scatter_group=rank == 1)),
         r"rank 0: fsdp\(ranks=.*separate_reduce_scatter_group=False\)\)\n    rank 1: .*separate_reduce_scatter_group=True\)",
     ),
     "another size": (
-        lambda rank: TwoBranches(4 + 4 * rank),
-        lambda rank: {},
+        lambda rank: _jit(TwoBranches(4 + 4 * rank)),
         r"rank 0: left\.weight: float32\[4, 4\] on cpu, .*\n    rank 1: left\.weight: float32\[8, 8",
     ),
-    "another order": (_reordered, lambda rank: {}, r"rank 0: left\.weight: .*\n    rank 1: right\.weight: "),
+    "another order": (
+        lambda rank: _jit(_reordered(rank)),
+        r"rank 0: left\.weight: .*\n    rank 1: right\.weight: ",
+    ),
     "another version": (
-        lambda rank: TwoBranches(),
-        lambda rank: {},
+        _of_version,
         r"line 1:\n    rank 0: thunder_fsdp_sched 0.*\n    rank 1: thunder_fsdp_sched 9\.9",
     ),
 }
@@ -98,10 +101,8 @@ SHARDED: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str, A
 @pytest.mark.parametrize("case", SHARDED)
 @on_ranks()
 def test_ranks_that_shard_differently_raise_before_any_collective(rank: int, case: str) -> None:
-    model, options, message = SHARDED[case]
-    other_version = mock.patch.object(shard_module, "__version__", ("0.1", "9.9")[rank])
-    with other_version if case == "another version" else contextlib.nullcontext():
-        _disagree(rank, [lambda: _jit(model(rank), **options(rank))] * 2, message)
+    shard, message = SHARDED[case]
+    _disagree(rank, [lambda: shard(rank)] * 2, message)
 
 
 #
@@ -306,21 +307,15 @@ DIFFERENT: dict[str, tuple[Forward, Forward]] = {
 }
 
 
-class _Computes(nn.Module):
-    def __init__(self, forward: Forward) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.scale, self.other_scale = 0.5, 0.25
-        self.calls = forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.calls(self, x).square().mean()
+def _computes(forward: Forward) -> nn.Module:
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    return Calling(lambda m, x: forward(m, x).square().mean(), **layers, scale=0.5, other_scale=0.25)
 
 
 def _computing(forward: Forward, **options: Any) -> Any:
     # With one bucket, the collectives are the same whatever is computed.
-    return _jit(_Computes(forward), bucketing_strategy=10**6, **options)
+    return _jit(_computes(forward), bucketing_strategy=10**6, **options)
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
@@ -359,7 +354,7 @@ def _other_shapes(m: Any, x: torch.Tensor) -> torch.Tensor:
 @on_ranks()
 def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from_sizes(rank: int) -> None:
     model = _computing(_other_shapes)
-    reference = _Computes(_other_shapes)
+    reference = _computes(_other_shapes)
     for step in range(5):
         rows = 3 + (rank + step) % 3  # so that ranks compile alone, compile together, and run cached traces
         x = torch.arange(4.0 * rows).reshape(rows, 4) / 10
