@@ -12,21 +12,12 @@ from thunder_fsdp_sched import passes, pipeline, private_torch
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
 from thunder_fsdp_sched.ir.computation import actions_of
 from thunder_fsdp_sched.ir.effects import effects, is_declared
-from thunder_fsdp_sched.ir.inspection import (
-    AGREEMENT,
-    args_of,
-    outs_of,
-)
+from thunder_fsdp_sched.ir.inspection import AGREEMENT, args_of, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of
 from thunder_fsdp_sched.ir.read_schedule import schedule_of
 from thunder_fsdp_sched.ir.registry import caching
 from thunder_fsdp_sched.ir.statements import read_statements
-from thunder_fsdp_sched.ir.symbols import (
-    fsdp_all_gather,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-)
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions
 from thunder_fsdp_sched.proof import verify

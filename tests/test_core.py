@@ -51,10 +51,7 @@ def test_a_default_step_needs_no_extra(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "program.py", str(tmp_path), str(rank)],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "program.py", str(tmp_path), str(rank)], cwd=tmp_path, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]

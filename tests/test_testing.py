@@ -19,8 +19,7 @@ def make(blocks: int = 4):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "prefetch"),
-    [("zero3", 1), ("zero2", 1), pytest.param("zero3", 2, marks=pytest.mark.long)],
+    ("strategy", "prefetch"), [("zero3", 1), ("zero2", 1), pytest.param("zero3", 2, marks=pytest.mark.long)]
 )
 def test_a_real_model_passes_all_assertions_on_64_fake_ranks(strategy, prefetch):
     [compiled] = testing.compile_on_fake_ranks(make, 64, sharding_strategy=strategy, prefetch=prefetch)

@@ -50,10 +50,7 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "autocast": {},
 }
-_ORDINARY_RUNS = {
-    *((transport, "zero3", "fp32") for transport in TRANSPORTS),
-    ("all_to_all", "zero2", "bf16"),
-}
+_ORDINARY_RUNS = {*((transport, "zero3", "fp32") for transport in TRANSPORTS), ("all_to_all", "zero2", "bf16")}
 
 
 @pytest.mark.parametrize(

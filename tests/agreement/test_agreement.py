@@ -87,10 +87,7 @@ SHARDED: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: _jit(TwoBranches(4 + 4 * rank)),
         r"rank 0: left\.weight: float32\[4, 4\] on cpu, .*\n    rank 1: left\.weight: float32\[8, 8",
     ),
-    "another order": (
-        lambda rank: _jit(_reordered(rank)),
-        r"rank 0: left\.weight: .*\n    rank 1: right\.weight: ",
-    ),
+    "another order": (lambda rank: _jit(_reordered(rank)), r"rank 0: left\.weight: .*\n    rank 1: right\.weight: "),
     "another version": (
         _of_version,
         r"line 1:\n    rank 0: thunder_fsdp_sched 0.*\n    rank 1: thunder_fsdp_sched 9\.9",

@@ -201,11 +201,7 @@ def test_ranks_with_other_buckets_gather_all_of_theirs_if_one_is_lost(number: in
 WINDOWS = {
     "nothing": (set(), True, ""),
     "a gradient that backward has, too": ({1}, True, ""),
-    "a gradient that backward has not": (
-        {0},
-        True,
-        ", with gradients that only no_sync has left for a.p0 of bucket a",
-    ),
+    "a gradient that backward has not": ({0}, True, ", with gradients that only no_sync has left for a.p0 of bucket a"),
     "gradients that backward leaves": ({0}, False, r", which leaves gradients of no_sync in a"),
 }
 """The parameters of which a micro-batch has left gradients, whether backward ends the window, and what it tells others."""

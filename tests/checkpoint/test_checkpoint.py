@@ -169,8 +169,7 @@ def test_different_parameters_with_one_name_cannot_be_saved(rank: int, tmp_path:
         ranks=tfs.Ranks(process_group_for=lambda name, param: pairs[rank % 2] if name.startswith("blocks.0") else None)
     )
     with pytest.raises(
-        tfs.CheckpointError,
-        check=coded("checkpoint.parameter-differs-by-rank", "'blocks.0.up.weight'", "[0, 2]"),
+        tfs.CheckpointError, check=coded("checkpoint.parameter-differs-by-rank", "'blocks.0.up.weight'", "[0, 2]")
     ):
         save_checkpoint(model, tmp_path / "checkpoint")
 

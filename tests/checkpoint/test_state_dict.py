@@ -28,10 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 
 def _run(seed: int = 0, **options: Any) -> Run:
@@ -213,10 +210,7 @@ def test_entries_with_other_rows_and_plain_rows_are_refused(rank: int) -> None:
         with pytest.raises(RuntimeError, match=error):
             owner.load_state_dict({**owner.state_dict(), **wrong})
     for wrong, error in (
-        (
-            {**before, "mix": torch.zeros(4, 5)},
-            says(r"size mismatch for mix: .*\(5, 4\).*\(4, 5\)"),
-        ),
+        ({**before, "mix": torch.zeros(4, 5)}, says(r"size mismatch for mix: .*\(5, 4\).*\(4, 5\)")),
         ({"other": torch.zeros(1)}, coded("state-dict.unknown-original-entry", "other")),
     ):
         with pytest.raises(RuntimeError, check=error):

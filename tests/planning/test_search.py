@@ -229,10 +229,7 @@ def _all_equal(value: Any) -> None:
     assert all(other == first for other in others), (first, *others)
 
 
-LIMITS: dict[str, dict[str, Any]] = {
-    "prefetch": {"prefetch": "auto"},
-    "max_memory": {"max_memory": 160_000},
-}
+LIMITS: dict[str, dict[str, Any]] = {"prefetch": {"prefetch": "auto"}, "max_memory": {"max_memory": 160_000}}
 
 
 def _found_alone(spec: ClusterSpec, options: dict[str, Any]) -> Choice:
