@@ -88,18 +88,8 @@ def _arguments() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     yield ("ij->ji", matrix), none
     yield ("ij->ij", matrix), none
     for numbers in (
-        (0,),
-        (1,),
-        (2,),
-        (0, 1),
-        (0, 10),
-        (0, 0, 2),
-        (0, 1, 2),
-        ((1, 0),),
-        ((4, 4),),
-        (4, 4),
-        ([2, 2],),
-        (0.5,),
+        *((0,), (1,), (2,), (0, 1), (0, 10), (0, 0, 2), (0, 1, 2)),
+        *(((1, 0),), ((4, 4),), (4, 4), ([2, 2],), (0.5,)),
     ):
         yield (matrix, *numbers), none
     yield (matrix, 0.5, True), none

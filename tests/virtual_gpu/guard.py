@@ -51,20 +51,12 @@ def _build() -> Path:
         root = Path(torch.__file__).parent
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             fresh = Path(folder) / built.name
-            command = [
-                "g++",
-                "-shared",
-                "-fPIC",
-                "-std=c++20",
-                "-O1",
-                f"-I{root}/include",
-                str(_SOURCE),
-                "-o",
-                str(fresh),
-            ]
+            flags = ["-shared", "-fPIC", "-std=c++20", "-O1", f"-I{root}/include"]
             libraries = [f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib"]
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-            done = subprocess.run([*command, abi, *libraries], capture_output=True, text=True)
+            done = subprocess.run(
+                ["g++", *flags, str(_SOURCE), "-o", str(fresh), abi, *libraries], capture_output=True, text=True
+            )
             if done.returncode:
                 raise RuntimeError(f"guard.cpp does not compile:\n{done.stderr}")
             fresh.rename(built)

@@ -17,28 +17,16 @@ from .streams import Cuda
 aten = torch.ops.aten
 
 _NO_KERNEL = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.set_.source_Storage,
-    aten.set_.source_Storage_storage_offset,
-    aten.set_.source_Tensor,
-    aten.resize_.default,
-    aten.lift_fresh.default,
-    torch.ops.prim.device.default,
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default),
+    *(aten.new_empty_strided.default, aten.resize_.default, aten.lift_fresh.default, torch.ops.prim.device.default),
+    *(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor),
 }
 
 _COPIES = {aten.copy_.default, aten._to_copy.default}
 
 _SYNCHRONIZING = {
-    aten.equal.default,
-    aten.is_nonzero.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.unique_dim.default,
-    aten._unique2.default,
+    *(aten.equal.default, aten.is_nonzero.default, aten.nonzero.default, aten.masked_select.default),
+    *(aten.unique_dim.default, aten._unique2.default),
 }
 
 
