@@ -235,7 +235,6 @@ _die_once(torch.distributed, "destroy_process_group", 1)  # everything is saved
 
 
 def test_counter_tracks_when_parameters_are_unsharded(fake_ranks: None) -> None:
-    """Copies, and the bytes of FSDP2 and DDP, are tested with the benchmarks."""
     shards = [torch.ones(4, 8) for _ in range(3)]
     slot, x = torch.empty(2, 8, 8), torch.ones(2, 8)
     with StepCounter(shards) as counter:
@@ -260,6 +259,20 @@ def test_counter_tracks_when_parameters_are_unsharded(fake_ranks: None) -> None:
         with counter.phase("memory freed"):
             x + 1
     assert list(counter.counts().peak_unsharded_bytes.values()) == [2 * 256, 256, 3 * 256, 0]
+
+
+def test_counter_distinguishes_copies_of_parameters_and_of_gradients(fake_ranks: None) -> None:
+    shard, unsharded, gradients = torch.ones(4, 8), torch.empty(8, 8), torch.empty(8, 8)
+    with StepCounter([shard]) as counter:
+        dist.all_gather_into_tensor(unsharded, shard)
+        (torch.ones(2, 8) @ unsharded.t()).clone()  # neither parameters nor gradients
+        copies = shard.clone(), unsharded[:2].clone()
+        gradients.copy_(torch.ones(8, 8) @ torch.ones(8, 8) / 2)  # scaled into new memory, then copied
+        dist.reduce_scatter_tensor(torch.empty(4, 8), gradients)
+    counts = counter.counts()
+    assert [(c.kind, c.nbytes) for c in counts.collectives] == [("all_gather", 256), ("reduce_scatter", 256)]
+    assert counts.parameter_bytes_copied == sum(copy.nbytes for copy in copies)
+    assert counts.gradient_bytes_copied == 2 * 256
 
 
 #
