@@ -20,6 +20,7 @@ class ShardedTrainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir):
         if self.args.should_save:  # replace the checkpoint of a run that went further than the one resumed here
             Path(output_dir, ".metadata").unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()  # all ranks look for it
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         tfs.save_checkpoint(self.model, output_dir, self.optimizer, extra=extra)
 
@@ -31,11 +32,6 @@ class ShardedTrainer(transformers.Trainer):
             extra = {"scheduler": self.lr_scheduler.state_dict()}
             extra = tfs.load_checkpoint(self.model, checkpoint, self.optimizer, extra=extra)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
-
-
-def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gradient of a summed cross entropy fails
-    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
 def main(folder="trained", resume=None, **options):
@@ -55,7 +51,7 @@ def main(folder="trained", resume=None, **options):
     model = thunder.jit(model.to(arguments.device), transforms=[tfs.fsdp()])  # .device starts the process group
     tokens = (torch.arange(64)[:, None] + torch.arange(9)) % 64
     data = [{"input_ids": t, "labels": t} for t in tokens]
-    trainer = ShardedTrainer(model, arguments, train_dataset=data, compute_loss_func=loss_of)
+    trainer = ShardedTrainer(model, arguments, train_dataset=data)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 

@@ -71,15 +71,14 @@ def test_what_cannot_be_compiled_is_refused_and_works_in_eager(rank: int) -> Non
     sharded, tokens = _shard(model), _tokens(rank)
     with pytest.raises(ValueError, check=coded("huggingface.cache-not-compilable")):
         sharded(tokens)
-    for name in ("hidden_states", "attentions"):
-        with pytest.raises(ValueError, check=coded("huggingface.hooks-not-compilable", name)):
-            sharded(tokens, use_cache=False, **{f"output_{name}": True})
     with pytest.raises(ValueError, check=coded("huggingface.cache-not-compilable")):
         from transformers import DynamicCache
 
         sharded(tokens, use_cache=False, past_key_values=DynamicCache())
-    # The decorators of forward, with padding, labels, and hooks that an earlier request has installed.
-    reference(tokens, output_hidden_states=True)
+    # What collects outputs by hooks is not traced.
+    ours, theirs = (m(tokens, use_cache=False, output_hidden_states=True) for m in (sharded, reference))
+    torch.testing.assert_close(ours.hidden_states, theirs.hidden_states)
+    # The decorators of forward, with padding, labels, and the hooks of that request.
     mask = torch.ones_like(tokens)
     mask[0, 5:] = 0
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens, "use_cache": False}
@@ -91,6 +90,19 @@ def test_what_cannot_be_compiled_is_refused_and_works_in_eager(rank: int) -> Non
     with eager(sharded) as module:
         generated = module.generate(tokens, synced_gpus=True, **greedy)
     torch.testing.assert_close(generated, reference.generate(tokens, **greedy), rtol=0, atol=0)
+
+
+@on_ranks()
+def test_losses_by_a_number_of_items_and_recomputed_layers(rank: int, world_size: int) -> None:
+    model = _llama(use_cache=False)
+    model.gradient_checkpointing_enable()
+    reference = copy.deepcopy(model)
+    sharded, tokens = _shard(model), _tokens(rank)
+    for each in (sharded, reference):
+        each(tokens, labels=tokens, num_items_in_batch=torch.tensor(9)).loss.backward()
+    for name, param in reference.named_parameters():
+        dist.all_reduce(param.grad)
+        torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), param.grad / world_size)
 
 
 @on_ranks()
