@@ -135,8 +135,9 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         with saved_tensors_hooks(count, lambda tensor: tensor), recorder:
             result = leaf.call(given_inputs, parameters)
         with torch.no_grad():  # no operator writes through an array of NumPy
-            after = zip((*given_inputs, *parameters), before, strict=False)
-            recorder.writes.update(number for number, pair in enumerate(after) if not _are_equal(*pair))
+            pairs = enumerate(zip((*given_inputs, *parameters), before, strict=False))
+            recorder.writes.update(number for number, pair in pairs if not _are_equal(*pair))
+            del pairs  # which keeps inputs
         for number in sorted(recorder.writes):  # through any alias, also one with a version of its own (`.data`)
             if number < len(given_inputs):
                 raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=number)
