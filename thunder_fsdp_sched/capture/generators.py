@@ -89,8 +89,10 @@ def _handles(frame: Any) -> bool:
 
 def _is_in_block(frame: Any) -> bool:
     """Return whether the current instruction is in a ``try`` or ``with`` statement of the program."""
-    own = {inst.offset for inst in dis.get_instructions(frame.code) if inst.opname != "CALL_INTRINSIC_1"}
-    return bool(frame.try_stack or own.intersection(_handlers(frame)))
+    if not (handlers := _handlers(frame)):
+        return bool(frame.try_stack)
+    names = {inst.offset: inst.opname for inst in dis.get_instructions(frame.code)}
+    return any(names[handler] != "CALL_INTRINSIC_1" for handler in handlers)  # which Python 3.12 adds
 
 
 def _is_suspended(generator: Any) -> bool:
