@@ -27,7 +27,6 @@ from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 
 def calling_block(width: int) -> nn.Module:
@@ -191,7 +190,7 @@ def test_a_bucket_stays_from_the_first_use_outside_of_its_module(rank: int) -> N
         with tfs.eager(model) as module:
             head = module.head.weight
             assert head.shape == (23, 16) and head.device.type == "cpu" and head.requires_grad
-            assert isinstance(module.state_dict()["head.weight"], DTensor) and "LazyParameter" in str(head)
+            assert hasattr(module.state_dict()["head.weight"], "full_tensor") and "LazyParameter" in str(head)
             assert not gather.called
             with torch.enable_grad(), pytest.raises(RuntimeError, check=coded("step.gradients-inside-eager")):
                 head.norm()
