@@ -152,6 +152,16 @@ def test_ranks_cast_blocks_in_opposite_order_to_memory_that_peers_read() -> None
         run.train(1, ("01", None), first=1)
 
 
+@pytest.mark.parametrize("casts", [(0,), (0, 1)], ids=["one rank", "all ranks"])
+@on_ranks()
+def test_what_another_forward_has_overwritten_in_lower_precision_is_gathered_again(casts: Sequence[int]) -> None:
+    run = DifferingRun(Blocks(), casts=casts, dtype=torch.float32, tolerance=0.03, sharding_strategy="zero2")
+    run.forward(0, ("0", "1"))
+    run.forward(1, ("0", "1"))
+    run.backward()
+    run.backward()
+
+
 @on_ranks()
 def test_a_rank_that_serves_sends_its_rounding_errors(rank: int) -> None:
     policy = CommPolicy(reduce="int8", error_feedback=True)

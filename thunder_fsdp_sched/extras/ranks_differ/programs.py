@@ -52,7 +52,7 @@ from ...ranks.messages import Action
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import RowDTensor
 from .follow_order import steps_at
-from .merging import GATHER, REDUCE, Key, Step, merge
+from .merging import GATHER, REDUCE, BucketKey, Key, Step, merge
 
 MOST_PROGRAMS = 256
 """How many programs of one kind ranks keep. One more, and all forget all of them, and exchange again those that they run."""
@@ -148,18 +148,18 @@ class Left(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """The part of a token that may differ between ranks with one program; buckets are known by name.
+    """The part of a token that may differ between ranks with one program.
 
     Attributes:
-        unused: parameters that this rank has not used, of which its backward computes zeros.
-        left: what ``no_sync`` has left.
-        lost: kept buckets that backward no longer finds.
+        unused: parameters that this rank has not used, of which its backward computes zeros, by the name of their bucket.
+        left: what ``no_sync`` has left, by the name of the bucket.
+        lost: kept buckets that backward no longer finds, aliases among them.
         is_partial: whether backward was called for some gradients only.
     """
 
     unused: tuple[tuple[str, tuple[int, ...]], ...] = ()
     left: tuple[tuple[str, Left], ...] = ()
-    lost: tuple[str, ...] = ()
+    lost: tuple[BucketKey, ...] = ()
     is_partial: bool = False
 
 
@@ -186,7 +186,7 @@ class Outcome(NamedTuple):
         is_alike: whether all ranks run one program, so that the bits of their tokens mean the same.
         active: the collectives in which it takes part, its own included.
         used: by the name of each bucket, the parameters that get a gradient.
-        lost: names of the kept buckets to gather again.
+        lost: the kept buckets to gather again, in the same order on all ranks.
         left: names of the buckets that are reduced although no program does it; and whether unsharded gradients are.
         fault: why ranks cannot go on, as one line; empty if they can.
     """
@@ -195,7 +195,7 @@ class Outcome(NamedTuple):
     is_alike: bool
     active: frozenset[Key] = frozenset()
     used: Mapping[str, frozenset[int]] = {}
-    lost: tuple[str, ...] = ()
+    lost: tuple[BucketKey, ...] = ()
     left: Mapping[str, bool] = {}
     fault: str = ""
 
@@ -254,19 +254,17 @@ def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report],
     unused_of = {rank: dict(report.state.unused) for rank, report in reports.items()}
     left_of = {rank: dict(report.state.left) for rank, report in reports.items()}
     used: dict[str, frozenset[int]] = {}
-    lost: list[str] = []
     for bucket in buckets:
         name, found = bucket.spec.name, set[int]()
         for rank in bucket.ranks.all_ranks:
             found |= reduced[id(programs[rank])].get(name, frozenset()).difference(unused_of[rank].get(name, ()))
             found.update(left_of[rank][name].used if name in left_of[rank] else ())
         used[name] = frozenset(found)
-        if any(name in reports[rank].state.lost for rank in bucket.ranks.group.global_ranks):
-            lost.append(name)
-    is_alike = len(distinct) == 1
-    if is_alike:  # all ranks have the same aliases, which the loop above does not know
-        lost += sorted({name for report in reports.values() for name in report.state.lost}.difference(used))
-    outcome = Outcome(_must_merge(programs, reports, reduced, left_of), is_alike, used=used, lost=tuple(lost))
+    groups = {b.spec.name: ({*b.ranks.group.global_ranks}, {*b.ranks.all_ranks}) for b in buckets}
+    told = {(rank, key) for rank, report in reports.items() for key in report.state.lost}
+    lost = sorted({key for rank, key in told if key[0] in groups and rank in groups[key[0]][0]})
+    merges = _must_merge(programs, reports, reduced, left_of)
+    outcome = Outcome(merges, len(distinct) == 1, used=used, lost=tuple(lost))
     if not outcome.merges:
         return outcome
     for rank, program in programs.items():
@@ -276,7 +274,6 @@ def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report],
             )
         if reports[rank].state.is_partial:
             return outcome._replace(fault=f"on rank {rank}, backward was called for some gradients only")
-    groups = {b.spec.name: ({*b.ranks.group.global_ranks}, {*b.ranks.all_ranks}) for b in buckets}
     active = frozenset(
         key
         for known, program in distinct.items()

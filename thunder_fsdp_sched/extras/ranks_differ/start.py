@@ -138,7 +138,7 @@ class DifferingStart(TraceStart):
     def _find_unused(self) -> int:
         """Find the state of this rank and return a hash; 0 if there is nothing to tell."""
         super()._find_unused()
-        lost = tuple(sorted(kept.bucket().spec.name for kept in self._lost))  # type: ignore[union-attr]
+        lost = tuple(sorted(key_of(bucket) for kept in self._lost if (bucket := kept.bucket()) is not None))
         unused: list[tuple[str, tuple[int, ...]]] = []
         left: list[tuple[str, Left]] = []
         if self.half == "backward" and not self.no_sync:
@@ -175,9 +175,8 @@ class DifferingStart(TraceStart):
         if outcome.merges:
             self.cancel()
         if outcome.lost:
-            lost = {kept.bucket() for kept in self._lost}
-            aliases = [alias for bucket in self.buckets for alias in bucket.aliases.values()]
-            for bucket in (b for b in (*self.buckets, *aliases) if b.spec.name in outcome.lost):
+            lost, bases = {kept.bucket() for kept in self._lost}, {bucket.spec.name: bucket for bucket in self.buckets}
+            for bucket in (bucket_with_key(bases[key[0]], key) for key in outcome.lost):
                 gather_again(bucket, bucket.private_slot if bucket in lost else None)
         if self.half == "backward":
             for bucket in self.buckets:
