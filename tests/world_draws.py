@@ -53,6 +53,7 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("scale",): 1,  # scale all parameters through .data, as an EMA swap does: by 2, or back
     ("scale", "forward", "scale"): 2,
     ("forward", "scale", "forward", "scale", "backward"): 2,
+    ("forward", "scale", "evaluate", "scale", "backward"): 2,
     ("scale", "eager", "scale"): 1,
     ("eager",): 1,
     ("clip",): 1,
@@ -133,7 +134,8 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
     calls[0] = replace(calls[0], autocast=kind == "autocast")  # otherwise the values of float32 would be exact
     if alike and kind != "norm" and draw(st.booleans()):
         calls.append(replace(calls[0], batch=5 - calls[0].batch))
-    may_gather_early = alike and "agree" not in options and not options["sharding_strategy"].release
+    sharding = options["sharding_strategy"]
+    may_gather_early = alike and "agree" not in options and not (sharding.release or sharding.reshard_after_backward)
     world = World(
         without_scalars_used_twice(model, ways),
         options,
