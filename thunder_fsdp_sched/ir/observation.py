@@ -329,10 +329,9 @@ def _empty(tensor: _TensorArgument, layout: torch.memory_format) -> torch.Tensor
 def _fake(argument: Any, tensors: Mapping[int, torch.Tensor], convert: bool) -> Any:
     if isinstance(argument, _TensorArgument):
         return tensors[argument.number]
-    if isinstance(argument, torch.device) or (isinstance(argument, str) and _DEVICE.fullmatch(argument)):
-        return torch.get_default_device()
-    if convert and isinstance(argument, devices.Device):
-        return torch.get_default_device()
+    is_device = isinstance(argument, torch.device) or (isinstance(argument, str) and _DEVICE.fullmatch(argument))
+    if is_device or (convert and isinstance(argument, devices.Device)):
+        return torch.empty(0).device  # without a real tensor, which `torch.get_default_device` makes on a GPU
     if convert and isinstance(argument, dtypes.dtype):
         return to_torch_dtype(argument)
     return argument
