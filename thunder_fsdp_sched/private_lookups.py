@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from numbers import Number
 from types import (
     BuiltinMethodType,
     CellType,
@@ -39,6 +40,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import MODULE_MEMBER_DICT_ATTRS
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.torch.experimental import dtensor_torch_and_prims
+from torch.overrides import is_tensor_like
 
 from .private_interpreter import call_interpreted
 from .private_iteration import METHODS, next_item, reverse
@@ -234,11 +236,19 @@ def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
         return None
     is_in_place = name.startswith("__i")
     reflected = getattr(type(other), f"__r{name[2 + is_in_place :]}", None)
-    if isinstance(reflected, FunctionType) and not isinstance(other, Proxy | torch.Tensor):
+    taken_by_torch = Proxy | torch.Tensor | Number
+    if isinstance(reflected, FunctionType) and not isinstance(other, taken_by_torch) and not is_tensor_like(other):
         if is_in_place:
             return lambda *_: wrap_const(NotImplemented)
-        return lambda tensor, other, *_: call_interpreted(reflected, other, tensor)
+        return lambda tensor, other, *_: call_interpreted(_reflect, wrap_const(reflected), other, tensor)
     return lambda tensor, other, *_: call_interpreted(method, tensor, other)
+
+
+def _reflect(operator: Callable[[Any, Any], Any], other: Any, tensor: Any) -> Any:
+    result = operator(other, tensor)
+    if result is NotImplemented:
+        raise TypeError(f"{operator.__name__} of {type(other).__name__} does not take a tensor")
+    return result
 
 
 def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:

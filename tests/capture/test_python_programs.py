@@ -190,22 +190,22 @@ def generators() -> float:
     return mixed(found)
 
 
-def contexts() -> float:
-    try:
+def left_generators() -> float:
+    def passes() -> Any:
         try:
-            raise ValueError
-        except ValueError as first:
-            handled = first
-            raise KeyError from first
-    except KeyError as second:
-        found = [second.__context__ is handled, second.__cause__ is handled]
-    try:
+            yield from (2.0, 3.0)
+        except (ValueError, KeyError) as error:
+            raise RuntimeError from error
+
+    def handles() -> Any:
         try:
-            raise ValueError
-        finally:
-            {}["missing"]
-    except KeyError as second:
-        return mixed([*found, isinstance(second.__context__, ValueError)])
+            yield {}["missing"]
+        except IndexError:
+            yield 4.0
+        except KeyError as error:
+            yield 5.0 if error.args else 6.0
+
+    return mixed([next(passes()), 3.0 in passes(), next(handles())])
 
 
 def arguments_of_iterables() -> float:
@@ -226,15 +226,26 @@ class Reflected:
     def __rmatmul__(self, other: torch.Tensor) -> torch.Tensor:
         return other * 5
 
+    def __rsub__(self, other: torch.Tensor) -> Any:
+        return NotImplemented
+
+
+class ReflectedNumber(float):
+    __radd__ = Reflected.__radd__
+
 
 def reflected_operators(y: torch.Tensor) -> Any:
     changed = y * 2
     changed += Reflected()
+    try:
+        changed = changed - Reflected()
+    except TypeError:
+        changed = changed + ReflectedNumber(2.0)
     return (y + Reflected()) * (y @ Reflected()) + changed
 
 
 PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "contexts of exceptions": lambda y: contexts(),
+    "generators that run nothing when they are left": lambda y: left_generators(),
     "arguments of iterables": lambda y: arguments_of_iterables(),
     "operators of the other operand": reflected_operators,
     "a class that is made": lambda y: (

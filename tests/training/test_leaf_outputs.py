@@ -88,9 +88,9 @@ RIGHT: dict[str, Case] = {
         lambda part, x: (part.linear(x), part.other(x).detach()),
         lambda model, x: (lambda y, metric: model.last(y) + metric)(*model.part(x)),
     ),
-    "a buffer besides": (
+    "a buffer besides, and a write to the other output": (
         lambda part, x: {"y": part.linear(x), "calls": part.calls},
-        lambda model, x: model.last(model.part(x)["y"]),
+        lambda model, x: model.last(model.part(x)["y"].add_(x)),
     ),
     "only constants": (lambda part, x: (x > 0).to(x.dtype), lambda model, x: model.last(model.part(x) * x)),
     "one of two is read": (_two, lambda model, x: model.last(model.part(x)[0])),

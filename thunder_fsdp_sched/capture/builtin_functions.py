@@ -92,6 +92,8 @@ builtin_max, builtin_min = partial(_extreme, max), partial(_extreme, min)
 
 
 def builtin_sum(values: Iterable[Any], /, start: Any = 0) -> Any:
+    if isinstance(start, str | bytes | bytearray):
+        raise TypeError("sum() can't sum strings or bytes [use join(seq) instead]")
     for value in values:
         start = start + value
     return start

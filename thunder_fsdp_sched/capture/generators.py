@@ -9,6 +9,7 @@ exception as a value that it is sent, which its next instruction raises.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import inspect
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def interpret(suspended: dict[int, tuple[Any, str]], run: Callable[..., Any], in
     """Interpret an instruction of a generator.
 
     Args:
-        suspended: gets the frames of generators that wait in a block, by their identities, with the line.
+        suspended: gets the frames of generators that run code when they are closed, by their identities, with the line.
         run: does it as Thunder does.
     """
     stack, frame = state["stack"], state["frame"]
@@ -55,7 +56,7 @@ def interpret(suspended: dict[int, tuple[Any, str]], run: Callable[..., Any], in
         frame.inst_ptr = -1  # which no handler covers
         return do_raise(StopIteration(value))
     result = run(inst, **state)
-    if result is INTERPRETER_SIGNALS.YIELD_VALUE and _is_in_block(frame):
+    if result is INTERPRETER_SIGNALS.YIELD_VALUE and _runs_code_when_closed(frame):
         suspended[id(frame)] = frame, f"{frame.code.co_filename}:{frame.positions.lineno}"
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED and is_of_program(frame.code.co_filename):
         error = get_interpreterruntimectx().curexc
@@ -76,23 +77,50 @@ def _delegates(thrown: _Thrown, inst: Any, stack: Any) -> bool:
     return is_before or inst.opname == "JUMP_BACKWARD_NO_INTERRUPT"
 
 
-def _handlers(frame: Any) -> list[int]:
-    """Return where handlers of an exception of the current instruction begin, from Python 3.11 on."""
+def _handler(frame: Any, offset: int) -> int | None:
+    """Return where the handler of an exception of an instruction begins, from Python 3.11 on."""
     entries = getattr(dis.Bytecode(frame.code), "exception_entries", ())
-    return [entry.target for entry in entries if entry.start <= 2 * frame.inst_ptr < entry.end]
+    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
 
 
 def _handles(frame: Any) -> bool:
     """Return whether an exception of the current instruction has a handler. From Python 3.12 each one in a generator has."""
-    return bool(frame.try_stack or _handlers(frame))
+    return bool(frame.try_stack) or _handler(frame, 2 * frame.inst_ptr) is not None
 
 
-def _is_in_block(frame: Any) -> bool:
-    """Return whether the current instruction is in a ``try`` or ``with`` statement of the program."""
-    if not (handlers := _handlers(frame)):
-        return bool(frame.try_stack)
-    names = {inst.offset: inst.opname for inst in dis.get_instructions(frame.code)}
-    return any(names[handler] != "CALL_INTRINSIC_1" for handler in handlers)  # which Python 3.12 adds
+_SILENT = frozenset({
+    "BUILD_TUPLE", "CALL_INTRINSIC_1", "COPY", "DELETE_FAST", "LOAD_CONST", "POP_EXCEPT", "PUSH_EXC_INFO", "STORE_FAST",
+})  # fmt: skip
+"""Instructions of a handler that passes an exception on: clauses for others, and what the compiler adds."""
+
+
+def _runs_code_when_closed(frame: Any) -> bool:
+    """Return whether Python would run code of the program if it closed a generator at the current instruction."""
+    offset: int | None = 2 * frame.inst_ptr
+    while offset is not None and (handler := _handler(frame, offset)) is not None:
+        offset = _passed_on(frame, handler)
+    return bool(frame.try_stack) or offset is None
+
+
+def _passed_on(frame: Any, handler: int) -> int | None:
+    """Return where a handler raises ``GeneratorExit`` again; ``None`` if it runs other code first."""
+    kinds: list[Any] = []
+    for inst in dis.get_instructions(frame.code):
+        if inst.offset < handler:
+            continue
+        if inst.opname in ("RERAISE", "CLEANUP_THROW"):
+            return inst.offset
+        if inst.opname == "LOAD_GLOBAL":
+            kinds.append(unwrap(frame.globals).get(inst.argval, vars(builtins).get(inst.argval)))
+        elif inst.opname == "CHECK_EXC_MATCH":
+            if not all(isinstance(kind, type) and not issubclass(GeneratorExit, kind) for kind in kinds):
+                return None
+            kinds.clear()
+        elif inst.opname.startswith("POP_JUMP") and not kinds:
+            handler = inst.argval  # the next clause
+        elif inst.opname not in _SILENT:
+            return None
+    return None
 
 
 def _is_suspended(generator: Any) -> bool:

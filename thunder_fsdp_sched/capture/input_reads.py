@@ -93,7 +93,7 @@ from .containers import Containers
 from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_checked, may_differ
 from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
-from .refusals import collect_refusals, is_of_program, note_context, refusal
+from .refusals import collect_refusals, is_of_program, refusal
 from .unsupported import unsupported_call
 from .while_compiling import sooner_switches
 
@@ -122,12 +122,12 @@ class InputReads:
         if context.computation_trace is self._trace:
             self._depth += 1
             try:
-                return self._call(call, module, *args, **kwargs)
+                return call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
         self._trace, self._checks, self._paths = context.computation_trace, {}, ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
-        self._suspended: dict[int, tuple[Any, str]] = {}  # generators in a block, by the identity of their frames
+        self._suspended: dict[int, tuple[Any, str]] = {}  # generators, by the identity of their frames
         self._conditions, self._depth, self._links = list[Condition](), 0, Links()
         # The first module that has an object, by the identity of the object's provenance.
         self._holders: dict[int, tuple[ProvenanceRecord, dict[str, Any], str]] = {}
@@ -147,7 +147,10 @@ class InputReads:
         observed = interpretercompilectx(observed_by(get_interpretercompilectx(), self, _CONSTANTS))
         with observed, sooner_switches, unique_checks(context), collect_refusals() as refused:
             try:
-                result = self._call(call, module, *args, **kwargs)
+                result = call(module, *args, **kwargs)
+                for _, line in self._suspended.values() if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED else ():
+                    what = "forward leaves a generator in a try or with statement, whose rest Python would run"
+                    result = do_raise(refusal(what, "Take all of its items, or call close() of it", line))
             except Exception:
                 if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
                     self._undo(unwrap(module), hooks)
@@ -176,18 +179,6 @@ class InputReads:
             self._assigned = take_constants(context, self._object_at)
             save_attributes_of_root(context)
         return result
-
-    def _call(
-        self, call: Callable[..., Any], module: WrappedValue, /, *args: WrappedValue, **kwargs: WrappedValue
-    ) -> Any:
-        """Let ``call`` trace a call, and refuse generators that it has left where Python would run what follows."""
-        known = set(self._suspended)
-        result = call(module, *args, **kwargs)
-        left = [line for key, (_, line) in self._suspended.items() if key not in known]
-        if not left or result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            return result
-        what = "forward leaves a generator in a try or with statement, whose rest Python would run, and the trace would not"
-        return do_raise(refusal(what, "Take all of its items, or call close() of it", left[0]))
 
     def _undo(self, module: torch.nn.Module, hooks: set[int]) -> None:
         """Undo what a failed trace has changed: containers would hold its proxies, and the next would add hooks again."""
@@ -262,11 +253,8 @@ class InputReads:
 
             interpret = functools.partial(interpret_in_generator, self._suspended, interpret)
         if self._sizes is not None:
-            interpret = functools.partial(self._sizes.interpret, interpret)
-        result = interpret(inst, **state)
-        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            note_context()
-        return result
+            return self._sizes.interpret(interpret, inst, **state)
+        return interpret(inst, **state)
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""

@@ -70,16 +70,6 @@ def latest_refused() -> NotImplementedError:
     return known[-1]
 
 
-def note_context() -> None:
-    """Let the exception that the program raises have the one that it handles as its context, as in Python."""
-    runtime = get_interpreterruntimectx()
-    error, handled = runtime.curexc, runtime.exception_stack[-1]
-    if error is None or handled is None or error is handled or handled.__context__ is error:
-        return
-    if error.__context__ is None:
-        error.__context__ = handled
-
-
 def is_in_thunder() -> bool:
     """Return whether the traced function that runs is one of Thunder's own, which goes on with Thunder's types."""
     return str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder.")

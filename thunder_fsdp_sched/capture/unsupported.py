@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -117,8 +119,10 @@ def _own_lookup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplemente
     kind = type(owner)
     if not isinstance(kind.__getattribute__, FunctionType) or isinstance(owner, Proxy):
         return None
+    if isinstance(inspect.getattr_static(kind, name, None), property | functools.cached_property):
+        return None  # asking would run it once more
     stored, own = (_value_or_none(look_up, owner, name) for look_up in (object.__getattribute__, getattr))
-    if stored is None or own is stored or (not isinstance(own, torch.Tensor) and own == stored):
+    if stored is None or own is stored or (not hasattr(own, "__array__") and own == stored):
         return None
     return refusal(
         f"forward reads {name!r} of a {kind.__name__}, whose __getattribute__ Thunder does not call",

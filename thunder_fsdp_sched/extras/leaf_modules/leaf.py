@@ -63,7 +63,7 @@ class NamedParameter(NamedTuple):
 
 
 _OBSERVED = (
-    *("outputs", "results", "flops", "shares_memory", "writes", "kept"),
+    *("outputs", "results", "flops", "sharing", "writes", "kept"),
     *("saved_bytes", "forward_bytes", "backward_bytes", "recomputing_bytes"),
 )
 """The attributes of a leaf that a run on other values yields."""
@@ -88,8 +88,8 @@ class Leaf:
         needs: whether the gradient of each input, and then of each parameter, is needed; empty before ``prepare_leaves``.
         outputs, results: the tensors that it returns, and how they are nested.
         recomputes: whether backward runs its forward again instead of keeping what autograd saves.
-        shares_memory: whether an output shares memory with an input, an attribute or another output, as observed once. The
-            trace gets copies of inputs.
+        sharing: the numbers of outputs that share memory with an input, an attribute or another output, as observed
+            once. The trace gets copies of inputs.
         writes: the attributes that it changed when it was observed, each with the path of its module in the leaf.
         communicates: whether it may communicate: the user has said what it returns, so no run of it was observed.
         kept: the numbers of the inputs, and then of the outputs, that autograd keeps for backward, as observed once.
@@ -104,7 +104,8 @@ class Leaf:
     name = traced_name = ""
     needs: tuple[bool, ...] = ()
     names: set[str]
-    recomputes = communicates = shares_memory = False
+    recomputes = communicates = False
+    sharing: frozenset[int] = frozenset()
     writes: frozenset[tuple[str, str]] = frozenset()
     saved_bytes = forward_bytes = backward_bytes = recomputing_bytes = 0
     flops: Mapping[torch.dtype, int] = MappingProxyType({})

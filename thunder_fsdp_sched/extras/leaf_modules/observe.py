@@ -146,8 +146,8 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
                 raise coded_error(LeafError, "leaf.parameter-changed-in-place", title=leaf.title, name=name)
         _note(leaf, result, reads_data=not is_fake)
         outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-        known = inputs_memory.union(map(_memory_of, _state_of(leaf)))
-        leaf.shares_memory = len(known.union(outputs_memory)) < len(known) + len(outputs_memory)
+        known = [*inputs_memory, *{*map(_memory_of, _state_of(leaf))}.difference(inputs_memory), *outputs_memory]
+        leaf.sharing = frozenset(n for n, memory in enumerate(outputs_memory) if known.count(memory) > 1)
         storages = [StorageWeakRef(t.untyped_storage()) for t in given_inputs]
         del given_inputs
         keeps = [*(not storage.expired() for storage in storages), *(key in saved for key in outputs_memory)]
@@ -164,8 +164,12 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.layout is not torch.strided or torch.equal(one.nan_to_num(), other.nan_to_num())
+def _are_equal(*tensors: torch.Tensor) -> bool:
+    return tensors[0].layout is not torch.strided or torch.equal(*(_bytes_of(tensor) for tensor in tensors))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _state_of(leaf: Leaf) -> Iterator[torch.Tensor]:

@@ -55,9 +55,9 @@ def _print(bsym: BoundSymbol, *printables: Any) -> str:
 
 def _facts(bsym: BoundSymbol) -> Facts:
     """Return the facts about a leaf: it may draw random numbers, and its autograd graph may hold its inputs."""
-    leaf, last = bsym.args[0], bsym.flat_proxy_outs[-1]
+    leaf, outs = bsym.args[0], enumerate(bsym.flat_proxy_outs)
     inputs = tuple(tensor.name for tensor in bsym.args[1 : 1 + len(leaf.inputs)])
-    holding = [*bsym.flat_proxy_outs] if leaf.shares_memory else [] if isinstance(last, TensorProxy) else [last]
+    holding = [out for number, out in outs if number in leaf.sharing or not isinstance(out, TensorProxy)]
     return Facts({out.name: inputs for out in holding if inputs}, pure=False, draws=True)
 
 
