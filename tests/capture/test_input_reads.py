@@ -191,6 +191,11 @@ class _Config:
         self.flag, self.scale = True, 1.5
 
 
+class _OwnConfig(_Config):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
 def _decide(self: Any, y: torch.Tensor) -> torch.Tensor:
     if self.config.kind is None:
         self.config.kind = "single" if y.shape[0] == 2 else "several"
@@ -206,7 +211,7 @@ def _decide_and_count(self: Any, y: torch.Tensor) -> torch.Tensor:
 
 STATE: dict[str, Callable[[], nn.Module]] = {
     "constants of an object": lambda: Stateful(_decide, config=_Config(), mode=None),
-    "constants and a counter of an object": lambda: Stateful(_decide_and_count, config=_Config(), mode=None),
+    "constants and a counter of an object": lambda: Stateful(_decide_and_count, config=_OwnConfig(), mode=None),
     "a buffer that is made": lambda: Stateful(_draw_buffer),
     "an attribute that is made": lambda: Stateful(_draw_attribute, noise=None),
     "a missing attribute that is made": lambda: Stateful(_draw_attribute),

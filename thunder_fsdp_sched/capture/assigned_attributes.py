@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from thunder.core.devices import Device
-from thunder.core.interpreter import WrappedValue, do_raise, interpreter_needs_wrap, wrap_const
+from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, do_raise, interpreter_needs_wrap, wrap_const
 from thunder.core.proxies import Proxy
 
 from ..private_interpreter import call_interpreted, find_attributes
@@ -53,7 +53,10 @@ def _assign(found: Callable[..., Any], source: WrappedValue, name: WrappedValue,
     if isinstance(setter := getattr(type(descriptor), "__set__", None), FunctionType):
         return call_interpreted(setter, wrap_const(descriptor), source, value)
     source.attribute_wrappers.pop(name.value, None)
-    return found(source, name, value)
+    result = found(source, name, value)
+    if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        source.attribute_wrappers[name.value] = value  # otherwise the next read would be one of an input
+    return result
 
 
 def _refuse_value(source: WrappedValue, name: WrappedValue, value: WrappedValue) -> Any:
