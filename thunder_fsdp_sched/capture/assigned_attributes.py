@@ -41,12 +41,14 @@ def look_aside(function: Any, args: tuple[WrappedValue, ...], found: Any, is_of_
         if is_of_input and not isinstance(args[2].value, _STORED):
             return _refuse_value
         find_attributes(args[0])
-        return partial(_assign, found)
+        return partial(_assign, found, is_of_input)
     is_own = isinstance(kind.__setattr__, FunctionType) and not issubclass(kind, torch.nn.Module)
     return partial(call_interpreted, kind.__setattr__) if is_own else found
 
 
-def _assign(found: Callable[..., Any], source: WrappedValue, name: WrappedValue, value: WrappedValue) -> Any:
+def _assign(
+    found: Callable[..., Any], is_of_input: bool, source: WrappedValue, name: WrappedValue, value: WrappedValue
+) -> Any:
     descriptor = of_class(type(source.value), name.value)
     if isinstance(descriptor, property) and descriptor.fset is not None:
         return call_interpreted(descriptor.fset, source, value)
@@ -54,7 +56,7 @@ def _assign(found: Callable[..., Any], source: WrappedValue, name: WrappedValue,
         return call_interpreted(setter, wrap_const(descriptor), source, value)
     source.attribute_wrappers.pop(name.value, None)
     result = found(source, name, value)
-    if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+    if is_of_input and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         source.attribute_wrappers[name.value] = value  # otherwise the next read would be one of an input
     return result
 
