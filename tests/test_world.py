@@ -72,7 +72,7 @@ HISTORIES = {
         *(Action("scale"), Action("backward", loss_index=0), Action("drop"), step, zero_grad),
     ],
 }
-"""What else a run should have is in ``world_draws.PHRASES``."""
+"""Histories that a run seldom draws. It often draws those in ``world_draws.PHRASES``."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero2, one bucket": {"sharding_strategy": Sharding("zero2"), "bucketing_strategy": 1 << 14},

@@ -341,7 +341,7 @@ def _writes_a_view(y: torch.Tensor) -> torch.Tensor:
 TOKENS, WEIGHT = torch.zeros(2, 2, dtype=torch.long), torch.ones(3, 2)
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "own look-up": (lambda y: y * _Tripling().scale, r"'scale' of a _Tripling.*Define a property"),
-    "requires_grad of what is written": (_writes_a_view, r"asks for requires_grad.*torch\.is_grad_enabled"),
+    "requires_grad of a written tensor": (_writes_a_view, r"asks for requires_grad.*torch\.is_grad_enabled"),
     "left generator": (_leaves_generator, r"leaves a generator in a try.*call close\(\)"),
     "hooks of saved tensors": (_with_hooks_of_saved, r"hooks of saved tensors.*max_memory"),
     "derived named tuple": (lambda y: _Summed(y, y).total(), r"subclassed named tuple.*Add methods to a dataclass"),

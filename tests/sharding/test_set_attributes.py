@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], object], coded]] = {
         _REPLACED.naming("parameter", "norm.bias"),
     ),
 }
-"""What is done with the jitted module, or with the original one."""
+"""Changes of the jitted module (the first argument) or of the original one, with the error that refuses them."""
 
 
 @pytest.mark.parametrize("name", REFUSED)

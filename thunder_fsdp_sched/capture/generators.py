@@ -5,6 +5,8 @@ Thunder runs a generator's frame up to the next ``yield``. It drops what a gener
 leaves it for its end, where Python raises an error, and keeps exceptions that are thrown into it, such as that of a ``with``
 statement, from its ``except`` and ``finally``. Here a generator returns a value by raising ``StopIteration``, and gets an
 exception as a value that it is sent, which its next instruction raises.
+
+Python closes a generator that the program leaves. No trace does, so forward is refused if that would run code.
 """
 
 from __future__ import annotations

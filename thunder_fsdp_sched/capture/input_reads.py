@@ -127,7 +127,7 @@ class InputReads:
                 self._depth -= 1
         self._trace, self._checks, self._paths = context.computation_trace, {}, ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
-        self._suspended: dict[int, tuple[Any, str]] = {}  # generators, by the identity of their frames
+        self._suspended: dict[int, tuple[Any, str]] = {}  # frames of generators, with the line
         self._conditions, self._depth, self._links = list[Condition](), 0, Links()
         # The first module that has an object, by the identity of the object's provenance.
         self._holders: dict[int, tuple[ProvenanceRecord, dict[str, Any], str]] = {}
@@ -148,7 +148,8 @@ class InputReads:
         with observed, sooner_switches, unique_checks(context), collect_refusals() as refused:
             try:
                 result = call(module, *args, **kwargs)
-                for _, line in self._suspended.values() if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED else ():
+                if self._suspended and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+                    _, line = next(reversed(self._suspended.values()))
                     what = "forward leaves a generator in a try or with statement, whose rest Python would run"
                     result = do_raise(refusal(what, "Take all of its items, or call close() of it", line))
             except Exception:

@@ -44,7 +44,7 @@ from ..ir.registry import executor
 from ..private_thunder import definition_of, take_over
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, Slot, span_in
+from ..runtime.memory import Arena, Slot, same_bytes, span_in
 from .machine import VerificationError
 
 RETURN = -1
@@ -252,7 +252,7 @@ class Auditor:
                 self._fail(expected, _misplaced(name, f"the shard of bucket {bucket.spec.name!r}", slots))
         for param, (version, copy) in zip(expected.read, state, strict=True):
             tensor, spec = _tensor_in(param), param.bucket.spec
-            if tensor._version != version or (copy is not None and not _same_bytes(tensor, copy)):
+            if tensor._version != version or (copy is not None and not same_bytes(tensor, copy)):
                 assert param.param is not None
                 what = "is known not to write it" if expected.known else "an unknown operator may not write it"
                 self._fail(
@@ -300,10 +300,6 @@ def _tensor_in(region: SlotRegion) -> torch.Tensor:
 def _misplaced(name: str, where: str, slots: frozenset[Slot]) -> str:
     expected = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
     return f"returns {name!r}, which lies in {where}; {expected}"
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 class PreShardStorages:

@@ -20,6 +20,7 @@ micro-batches, too: its private slot belongs to no other bucket. So the forward 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import traceback
@@ -32,6 +33,7 @@ import torch
 from ..errors import coded_error
 from ..extensions import load
 from ..plan.specs import BucketSpec
+from ..private_torch import NO_CONTEXT
 from ..ranks.control import Control
 from ..ranks.rounds import IssueCounts
 from ..transports import transport_of
@@ -45,13 +47,10 @@ from .rows import Rows
 
 if TYPE_CHECKING:
     from ..ranks.process_groups import BucketRanks
-import contextlib
-
-from ..private_torch import NO_CONTEXT
 
 
 class ShardSource:
-    """What a gather sends: the shard itself; a cast of it in ``extras.low_precision.cast_source``."""
+    """The source of what a gather sends: the shard itself. The one in ``extras.low_precision.cast_source`` casts it."""
 
     def __init__(self, spec: BucketSpec, shard: torch.Tensor) -> None:
         self._spec = spec

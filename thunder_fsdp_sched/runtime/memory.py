@@ -429,6 +429,12 @@ def extent(shape: Iterable[int], strides: Iterable[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold the same bytes, also if they are NaN."""
+    given = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (a, b))
+    return torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in given))
+
+
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return ``view`` with a storage of its own, if there is memory; see [Note: Storages of parameters]."""
     storage = view.untyped_storage()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from ...capture.module_members import OF_MODULES
 from ...errors import coded_error
 from ...ir.observation import Recorder
+from ...runtime.memory import same_bytes
 from ...sharding.module_parameters import tensors_in_containers
 from .leaf import TENSOR, Leaf, Metadata, Nested
 
@@ -136,8 +137,9 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             result = leaf.call(given_inputs, parameters)
         with torch.no_grad():  # no operator writes through an array of NumPy
             pairs = enumerate(zip((*given_inputs, *parameters), before, strict=False))
-            recorder.writes.update(number for number, pair in pairs if not _are_equal(*pair))
-            del pairs  # which keeps inputs
+            changed = (n for n, (now, then) in pairs if now.layout is torch.strided and not same_bytes(now, then))
+            recorder.writes.update(changed)
+            del pairs, changed  # which keep inputs
         for number in sorted(recorder.writes):  # through any alias, also one with a version of its own (`.data`)
             if number < len(given_inputs):
                 raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=number)
@@ -162,14 +164,6 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             nbytes = sum(t.nbytes for t in (*inputs, *parameters))
             leaf.backward_bytes = leaf.forward_bytes + leaf.saved_bytes + nbytes
         leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
-
-
-def _are_equal(*tensors: torch.Tensor) -> bool:
-    return tensors[0].layout is not torch.strided or torch.equal(*(_bytes_of(tensor) for tensor in tensors))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _state_of(leaf: Leaf) -> Iterator[torch.Tensor]:
