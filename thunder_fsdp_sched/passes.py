@@ -1,4 +1,4 @@
-"""The context that passes read, what runs a pass, and the executors at whose turn passes run."""
+"""The context that passes read, the runner of passes, and the executors through which Thunder calls them."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class Context:
-    """The input of the passes of one compilation, besides traces. A candidate of the search has a copy with other settings.
+    """The input of one compilation's passes, besides traces. Candidates of the search have copies with other settings.
 
     Attributes:
-        module: the user's.
-        buckets: those of the module.
+        module: the user's module.
+        buckets: the buckets of the module.
         locations: the bucket of each parameter and its index there, keyed by each of its names.
         shards: this rank's shard of each parameter, keyed by each of its names.
-        options: those that the passes go by.
+        options: the user's options, or those of a candidate of the search.
         traces: the results so far.
-        settings: the chosen ones.
+        settings: the chosen settings.
         no_sync: whether the trace is compiled for ``no_sync``.
-        artifacts: where traces are dumped.
-        inputs: what the program has read from its inputs.
-        memory_of_inputs: what the traces expect of the memory of arguments.
-        executors: those that claim operators, in order of priority.
-        computation: as Thunder traced it.
-        has_gradients: whether ``differentiate`` finds some; ``None`` if Thunder differentiates.
+        artifacts: writes dumps of traces.
+        inputs: the values that the program has read from its inputs.
+        memory_of_inputs: the memory layout that the traces expect of their arguments.
+        executors: the executors that claim operators, in order of priority.
+        fusions: those of them that can fuse operators.
+        computation: the traced computation, before ``insert_unshard``.
+        has_gradients: whether ``differentiate`` makes a backward; ``None`` if Thunder differentiates.
         trains: whether the step has a backward.
-        split: the latest trace as Thunder has split it.
+        split: the forward or backward trace as Thunder split it, whichever is being scheduled.
         forward: the forward trace, once it is scheduled.
-        start: of a trace on the control channel, if the ranks agree before each run.
-        arena_of: returns the arena of a bucket; another one for candidates of the search.
+        start: the ``TraceStart`` of this trace, if the ranks agree before each run.
+        arena_of: returns the arena of a bucket; candidates of the search have arenas of their own.
     """
 
     module: torch.nn.Module
@@ -71,7 +72,7 @@ class Context:
 
     @property
     def agrees_before_issue(self) -> bool:
-        """Whether the round of agreement ends before the first collective: on another backend than NCCL, which runs both."""
+        """Whether the round of agreement ends before the first collective is issued; with NCCL they may overlap."""
         return any(b.ranks.group.backend_for(b.spec.device) != "nccl" for b in self.buckets)
 
 
@@ -79,10 +80,10 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class Run:
-    """Runs passes of a compilation; logs what each has changed, records its processor time, and checks what it returns.
+    """A runner of passes, which logs the changes of each pass, records its processor time, and may check its result.
 
     Args:
-        search: whether this is a candidate of the search, of which nothing is recorded.
+        search: whether the trace is a candidate of the search, for which nothing is logged or recorded.
     """
 
     def __init__(self, context: Context, *, search: bool = False) -> None:
@@ -95,7 +96,7 @@ class Run:
         *args: _Arguments.args,
         **arguments: _Arguments.kwargs,
     ) -> TraceCtx:
-        """Return the trace after a pass, or the same one if an option leaves the pass out."""
+        """Run a pass and return its result; return ``trace`` itself if an option skips the pass."""
         context, name = self.context, pass_.__name__
         if name in context.options.debug.skip_passes:
             return trace
@@ -122,7 +123,7 @@ class PassExecutor(FusionExecutor):
     Args:
         name: of the executor.
         run: the passes.
-        claims: whether all operators are left to ``run`` as they are, and no later executor claims one before it.
+        claims: whether it claims all operators for fusion, so that ``run`` gets them before later executors claim any.
     """
 
     def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx], *, claims: bool = False) -> None:

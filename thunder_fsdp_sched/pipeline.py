@@ -1,11 +1,11 @@
-"""The pipeline: every pass, in order, when it runs, with which arguments, and why there.
+"""The pipeline: all passes in order, with their conditions, arguments and the reasons for their positions.
 
 [Note: The passes]
-Each function below runs the passes of one phase on a trace. Passes are put in order nowhere else. The comment above a pass
-says why it stands there; that of an ``if`` says when the pass runs, and stands in the table of docs/how-it-works.md, too.
+Each function below runs the passes of one phase on a trace. No other place orders passes. The comment above a pass gives
+the reason for its position. The comment of an ``if`` says when the pass runs, and is printed in docs/how-it-works.md.
 
-With ``search``, a candidate of the search runs the same phases. It has no fusions, and nothing of it runs, so it needs no
-guards, cuts, checks or releases; everything that decides order, slots, bytes or time is the same.
+Candidates of the search run the same phases with ``search``. They have no fusions and never run, so they need no guards,
+cuts, checks or releases. All passes that affect order, slots, bytes or time are the same.
 
 Passes return traces and store nothing.
 """
@@ -52,13 +52,13 @@ OPTIONAL = (
     "reuse_in_window",
     "take_over_first",
 )
-"""Passes that ``Debug(skip_passes=...)`` may leave out: neither numbers, nor errors in place of wrong ones, need them."""
+"""Passes that ``Debug(skip_passes=...)`` may leave out: without them numbers are still right, or there is an error."""
 
 
 def epilogue(trace: TraceCtx, c: Context) -> TraceCtx:
-    """Thunder has traced the module, and what the computation changes in place is written out of place."""
+    """Thunder has traced the module, and in-place operators have been replaced by out-of-place ones."""
     run = Run(c)
-    # First, so that no input reaches an output through a value that is detached.
+    # First, so that `guard_outputs` finds no path from an input to an output through a detached value.
     trace = run(detach_constants, trace, computation=c.computation)
     # Before `shard_prologue`, which turns the proxies of parameters into those of shards.
     return run(guard_outputs, trace, no_sync=c.no_sync, computation=c.computation)
@@ -79,35 +79,36 @@ def prologue(trace: TraceCtx, c: Context) -> TraceCtx:
 
 def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     run = Run(c)
-    # The computation takes the shards that the prologue unpacks. Autograd differentiates `fsdp_unshard` to `fsdp_reduce`.
+    # After the prologue, which unpacks the shards. Before autograd, which turns `fsdp_unshard` into `fsdp_reduce`.
     trace = run(insert_unshard, trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards)
     if any(map(is_recomputed, trace.bound_symbols)):  # with values that are recomputed
-        # Only pure operators may stay in regions that are recomputed. With the rows of a parameter in place of all of it, an
-        # operator could not be observed.
+        # Recomputed regions may contain only pure operators. After `insert_unshard`, because operators are observed with
+        # the shapes of whole parameters.
         trace = run(draw_once, trace)
     if any(IN_CHECKPOINT in b.tags for b in trace.bound_symbols):  # in regions of `torch.utils.checkpoint`
         from .mends.recompute_whole_regions import recompute_whole_regions
 
-        # Before autograd, which reads the tags of what is recomputed.
+        # Before autograd, which reads the tags of recomputed values.
         trace = run(recompute_whole_regions, trace)
     if _has(trace, "fsdp_leaf"):  # with leaf modules
-        # Inputs of leaves that are views of parameters are cloned. Autograd asks the leaves' rule for what needs a gradient.
+        # After `insert_unshard`, because it clones views of parameters. Before autograd, which calls the leaves' grad
+        # rule.
         trace = run(load("extras.leaf_modules.symbols:prepare_leaves"), trace)
     if _has(trace, *PIECEWISE_CONSTANT):  # with a `floor`, a `dropout` or the like
         from .mends.wrong_gradients import connect_constants
 
-        # After a trace was written out of place: `floor_` is a `floor` then.
+        # After in-place operators have been replaced: `floor_` is a `floor` now.
         trace = run(connect_constants, trace)
     if _has_scalars(trace):  # with operands without dimensions
         from .mends.wrong_gradients import broadcast_scalars
 
-        # Before `insert_unshard`, parameters without dimensions had the proxies of their shards. The derivative of a
-        # broadcast is a sum, so autograd comes later.
+        # After `insert_unshard`: before it, parameters without dimensions had the shapes of their shards. Before autograd,
+        # which differentiates a broadcast into a sum.
         trace = run(broadcast_scalars, trace)
     if _has(trace, *WRONG_GRADIENTS) or _has_complex(trace):  # with an `index_put`, a `hstack` or the like
         from .mends.wrong_gradients import refuse_wrong_gradients
 
-        # It looks at operators that are not differentiated yet.
+        # Before autograd, because it checks the operators that Thunder differentiates.
         trace = run(refuse_wrong_gradients, trace)
     return trace
 
@@ -124,14 +125,14 @@ def autograd(trace: TraceCtx, c: Context) -> TraceCtx:
 def joint(trace: TraceCtx, c: Context) -> TraceCtx:
     run = Run(c)
     if kernels in c.executors:  # with kernels of torch
-        # It looks at what reads gradients.
+        # After autograd, because it looks for the readers of gradients.
         trace = run(skip_unused_gradients, trace)
-    # Dead code is gone, and with it parameters that nothing needs. A bucket is reduced after the last of its gradients.
+    # After dead code has been removed, and unused parameters with it. After autograd, which adds the gradients.
     trace = run(bucket_communication, trace, buckets=c.buckets, no_sync=c.no_sync, accumulate=c.settings.accumulate)
     if any(b.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE for b in nested(trace.bound_symbols)):  # with casts
         from .transforms.fuse_downcast import fuse_downcast
 
-        # A bucket has one gather by now, whose dtype may change; backward will gather it in the same dtype.
+        # Each bucket has one gather now, whose dtype may change. Backward's gather, inserted later, takes over the dtype.
         trace = run(fuse_downcast, trace)
     return trace
 
@@ -156,32 +157,32 @@ def fused(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
 
         trace = run(refuse_merged_draws, trace, joint=c.traces.joint)
         trace = run(remove_cuts, trace)
-        # A fusion can make backward read parameters of forward. A cut would hide which values derive from them alone.
+        # Again, because a fusion can make backward read forward's parameters. Without cuts, which hide derived values.
         trace = run(regather_for_backward, trace, kept_buckets=kept_buckets)
     if kept_buckets and not search:  # if buckets stay unsharded until backward
         from .transforms.check_params_unchanged import check_params_unchanged
 
-        # Fusion executors could move the guards, which have to be first in backward. Sorting leaves them where they are.
+        # After fusion, because fusion executors could move the guards, which must come first in backward. Sorting does not.
         trace = run(check_params_unchanged, trace, kept_buckets=kept_buckets)
     if any(bucket.secondary_ranks is not None for bucket in c.buckets):  # with `Sharding(secondary_ranks=...)`
-        # Backward's gathers exist by now.
+        # After `regather_for_backward`, which inserts backward's gathers.
         trace = run(load("extras.secondary_shards:gather_from_secondary"), trace)
     return trace
 
 
 def split(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
-    """Thunder splits the joint trace; what follows runs on forward first, then on backward."""
+    """Thunder splits the joint trace; the next phases run on forward first, then on backward."""
     run = Run(c, search=search)
     if c.forward is not None and c.computation is not None and not search:  # backward of a traced step
-        # First, because some operators become symbols of this package, which count as pure.
+        # First, because the next pass replaces operators by symbols of this package, which count as pure.
         trace = run(reject_resampled_random_grads, trace, forward=c.forward, computation=c.computation)
-    # A gradient in place needs its slot earlier, which may delay a gather.
+    # Before sorting: a gradient written in place needs its slot earlier, which may delay a gather.
     return run(write_grads_in_place, trace)
 
 
 def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     run, sharding = Run(c, search=search), c.options.sharding_strategy
-    # The order decides how long a slot is in use.
+    # Before slots are assigned, because the order decides how long each is in use.
     if c.options.schedule is None:  # unless a schedule is pinned
         trace = run(
             sort_communication,
@@ -195,7 +196,7 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
             trace, c.options.schedule, c.traces.forward_schedule, no_sync=c.no_sync
         )
         trace = run(load("extras.replay:replay_schedule"), trace, schedule=pinned)
-    # Backward may find what forward has left in slots if the ranks agree in each step that it does.
+    # Backward may reuse buckets that forward has left in slots only if the ranks agree on it in each step.
     retains = c.options.agree == "step" and c.trains
     trace = run(
         assign_slots,
@@ -209,7 +210,7 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
         backward_arena=c.settings.backward_arena,
     )
     if retains and c.forward is not None:  # backward, with `agree="step"`
-        # Slots can only be compared once they are assigned.
+        # After `assign_slots`, because it compares the slots of forward and backward.
         trace = run(reuse_from_forward, trace, forward=c.forward)
     if sharding.release and not search:  # with `release`
         from .transforms.release_slots import release_slots
@@ -223,10 +224,10 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     if is_window:  # forward, unless `reshard_after_backward`, with `agree="step"`
         trace = run(reuse_in_window, trace, no_sync=c.no_sync)
     if retains and c.forward is None and any(b.early for b in c.buckets):  # forward, after `overlap_step`
-        # The slots of all gathers are known, and which of them are marked already.
+        # After `assign_slots` and `reuse_in_window`, because it reads the slots of all gathers and their marks.
         trace = run(load("extras.training.early_gathers:take_over_first"), trace)
     if not search:
-        # The marks are proved, and that nothing is freed too early.
+        # Last, because it also verifies the marks and the releases.
         most = c.options.max_gathers_in_flight
         trace = run(verify, trace, forward=c.forward, original=c.split, max_gathers_in_flight=most)
     return trace
@@ -235,7 +236,7 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
 def finished(trace: TraceCtx, c: Context) -> TraceCtx:
     """The schedule is read, and the ranks compare it."""
     run = Run(c)
-    # The ranks agree on a trace that is proved.
+    # After verification: the ranks agree only on verified traces.
     audit = c.options.debug.audit
     if c.start is not None and not c.options.ranks_may_differ:  # with several ranks
         from .transforms.insert_agreement import insert_agreement
@@ -246,7 +247,7 @@ def finished(trace: TraceCtx, c: Context) -> TraceCtx:
     if c.forward is not None:  # backward
         # Nothing that can fail may follow the end of backward.
         trace = run(end_backward, trace, no_sync=c.no_sync)
-    # Values are deleted after the last statement that reads them.
+    # Last, because no later pass may insert a statement that reads a deleted value.
     return run(del_last_used, trace, clear_mutable_collections=c.forward is not None)
 
 
@@ -262,7 +263,7 @@ PHASES: tuple[Callable[..., TraceCtx], ...] = (
     scheduled,
     finished,
 )
-"""In the order in which they run. A docstring says what happens before it in Thunder, or in ``transform.Compilation``."""
+"""All phases, in order. A phase's docstring says what Thunder or ``transform.Compilation`` does right before it."""
 
 
 def _has(trace: TraceCtx, *names: str) -> bool:
@@ -282,6 +283,6 @@ def _has_complex(trace: TraceCtx) -> bool:
 
 
 def check_skipped(names: Iterable[str]) -> None:
-    """Raise an error for a name that is not that of a pass which may be left out."""
+    """Raise an error for a name that does not belong to an optional pass."""
     if wrong := [name for name in names if name not in OPTIONAL]:
         raise coded_error(ValueError, "option.pass-cannot-be-skipped", got=wrong[0], allowed=", ".join(OPTIONAL))

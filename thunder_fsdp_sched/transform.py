@@ -1,13 +1,13 @@
-"""The transform: what Thunder calls when, and the module whose parameters are sharded.
+"""The Thunder transform that shards a module, and the hooks through which Thunder calls it.
 
 [Note: The pipeline]
-``thunder.jit`` calls ``transform_module`` once, with the module: it plans buckets, allocates shard buffers and turns
-parameters into views of them. For each new set of shapes and flags it then calls, one after the other,
+``thunder.jit`` calls ``transform_module`` once. It plans buckets, allocates shard buffers and turns the module's
+parameters into views of them. For each new set of shapes and flags, Thunder then calls
 ``transform_traces_pre_prologue``, the two ``PassExecutor`` around the fusion executors, and
-``transform_trace_post_optimization``, with the forward trace and then with the backward trace. They go through the phases of
-``pipeline``, which also says what happens in between. At last Thunder calls the same hook of later transforms.
-``FSDPTransform._take_entry`` proves again what they have changed, and the first run of a trace is audited: see
-[Note: The audit] in ``proof.audit``.
+``transform_trace_post_optimization``, first with the forward trace, then with the backward trace. These hooks run the
+phases of ``pipeline``, which also says what happens in between. Finally Thunder calls the same hooks of later
+transforms. ``FSDPTransform._take_entry`` verifies the traces again if they have changed, and the first run of a trace
+is audited: see [Note: The audit] in ``proof.audit``.
 
 Thunder itself may see an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
 and [Note: Modes share a joint trace] in ``capture.traced_computation``.
@@ -82,7 +82,7 @@ MAX_COMPILED = 128
 needed. Ranks need not evict the same one, because a program that they have agreed on is not compared again."""
 
 RECENT = 4
-"""Of how many compilations the traces are kept, which take most of the memory of a compilation."""
+"""How many of the latest compilations keep their traces, which take most of a compilation's memory."""
 
 _UNCHANGED = Transform.transform_trace_post_optimization
 
@@ -103,9 +103,9 @@ class FSDPTransform(ShardingTransform):
         self.compiled: list[CompiledTraces] = OfCalls()
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
-        # Entries of Thunder's cache, whose traces may be compiled again for the other mode of no_sync.
+        # Entries of Thunder's cache whose traces may be compiled again for the other mode of no_sync.
         self._entries: deque[tuple[Any, CompiledTraces]] = deque(maxlen=RECENT)
-        self._again: CompiledTraces | None = None  # whose trace is being compiled again
+        self._again: CompiledTraces | None = None  # the compilation whose trace is being compiled again
         self._executors = (
             PassExecutor(
                 f"fsdp_sched_before_fusion_{id(self)}", lambda joint: self._current.before_fusion(joint), claims=True
@@ -114,7 +114,7 @@ class FSDPTransform(ShardingTransform):
         )
         self._claiming: tuple[Executor, ...] = ()
         self._reads = InputReads()
-        self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
+        self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's compile statistics of the jitted modules
 
     def __repr__(self) -> str:
         return f"fsdp({self.options})"
@@ -180,7 +180,7 @@ class FSDPTransform(ShardingTransform):
 
     @staticmethod
     def _let_libraries_use(model: ThunderModule, compile_data: Any) -> None:
-        """Prepare for Join and for the libraries of Hugging Face. accelerate may be imported later, and asks each model."""
+        """Prepare the model for Join (refused) and Hugging Face's libraries; accelerate may be imported later."""
         model.__dict__["join_hook"] = lambda **options: load("extras.ranks_differ.conflicts:refuse_join")(**options)
         model.__dict__["_is_accelerate_prepared"] = Answer("extras.huggingface_models:is_prepared_for_accelerate")
         if "transformers" in sys.modules or any(
@@ -233,13 +233,13 @@ class FSDPTransform(ShardingTransform):
         return computation
 
     def begin_compilation(self, call: CallSignature, *, no_sync: bool) -> Compilation:
-        """Return a new compilation, which the hooks that Thunder calls next go on with."""
+        """Begin a compilation, which the next hooks that Thunder calls will continue."""
         self._compilation = Compilation(self, call, no_sync=no_sync)
         return self._compilation
 
     @property
     def _current(self) -> Compilation:
-        """The compilation that Thunder is in. If it fails, its traces never appear in :attr:`compiled`."""
+        """The compilation in progress. If it fails, its traces never appear in :attr:`compiled`."""
         assert self._compilation is not None, "Thunder transforms the prologue first"
         return self._compilation
 
@@ -247,7 +247,7 @@ class FSDPTransform(ShardingTransform):
         return self._current.schedule(computation_trace)
 
     def _again_for(self, model: ThunderModule, entry: Any) -> Callable[[], Any] | None:
-        """Return what compiles the trace of an entry of Thunder's cache for the present mode, if it is for the other one."""
+        """Return a function that compiles the trace of a cache entry, made for the other mode, for the present mode."""
         compiled = next((compiled for known, compiled in self._entries if known is entry), None)
         acquired = Acquired.of(entry)
         if compiled is None or compiled.traced is None or acquired is None:
@@ -266,7 +266,7 @@ class FSDPTransform(ShardingTransform):
         return compile_again
 
     def _take_entry(self, entry: Any) -> None:
-        """Prove the traces that run, which other transforms may have changed since, and audit their first runs."""
+        """Verify the final traces, which later transforms may have changed, and audit their first runs."""
         programs = [(entry.computation_fn, entry.computation_traces[-1])]
         if entry.backward_fn is not None:
             programs.append((entry.backward_fn, entry.backward_traces[-1]))
@@ -277,7 +277,7 @@ class FSDPTransform(ShardingTransform):
             self._entries.append((entry, self._current.traces))
 
     def finish(self, compiled: CompiledTraces) -> None:
-        """Take the traces of a compilation that has finished."""
+        """Record the traces of a finished compilation."""
         self.compiled.append(compiled)
         self._forget_traces()
         seconds = sum(compiled.pass_seconds.values())
@@ -293,9 +293,9 @@ class FSDPTransform(ShardingTransform):
             )
 
     def _forget_traces(self) -> None:
-        """Free the traces of all but the latest compilations, here and in Thunder's cache; their programs stay.
+        """Free the traces of all but the latest compilations, here and in Thunder's cache, but not their programs.
 
-        ``max_memory`` plans with the traces of all steps.
+        With ``max_memory`` none is freed, because it plans with the traces of all steps.
         """
         if self.options.max_memory is not None:
             return
@@ -313,14 +313,14 @@ class FSDPTransform(ShardingTransform):
 
 
 class Compilation:
-    """The passes that turn what Thunder has traced once into the traces that run.
+    """One compilation: the passes that turn the traces of one call into the traces that run.
 
     Thunder calls :meth:`shard`, then :meth:`before_fusion` and :meth:`after_fusion` with the joint trace, then
     :meth:`schedule` with the forward trace and, if there are gradients, with the backward trace.
 
     Attributes:
         traces: the results.
-        context: what the passes read besides traces.
+        context: the input of the passes, besides traces.
     """
 
     def __init__(self, transform: FSDPTransform, call: CallSignature, *, no_sync: bool) -> None:
@@ -346,21 +346,21 @@ class Compilation:
             fusions=[e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
         )
         self._artifacts = self.context.artifacts
-        self._returned: list[TraceCtx] = []  # to Thunder: forward, and backward if there is one
-        self._starts: list[Any] = []  # of these traces on the control channel
+        self._returned: list[TraceCtx] = []  # the traces returned to Thunder: forward, and backward if there is one
+        self._starts: list[Any] = []  # the ``TraceStart`` of each of them
         self._later = transforms_after(transform) or ()
         changing = [t for t in self._later if type(t).transform_trace_post_optimization is not _UNCHANGED]
         if changing and get_cache_option() is CACHE_OPTIONS.NO_CACHING:
             raise coded_error(ValueError, "trace.no-caching-with-later-transform", transform=type(changing[0]).__name__)
         self._pending_grads = NO_PENDING_GRADS
-        self._same = transform._again  # an earlier compilation whose joint trace this one shares
+        self._same = transform._again  # the earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
 
     def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
         """Let the prologue unpack shards, and unshard each parameter at its first use.
 
-        The returned computation is empty if ``differentiate`` takes the place of Thunder's autograd, or if an earlier
-        compilation had an equal one, whose joint trace is used again: see [Note: Blocks are differentiated once] in
+        The returned computation is empty if ``differentiate`` takes the place of Thunder's autograd, or if the joint
+        trace of an earlier compilation is reused: see [Note: Blocks are differentiated once] in
         ``transforms.differentiate`` and [Note: Modes share a joint trace] in ``capture.traced_computation``.
         """
         traces, transform = self.traces, self.transform
@@ -382,7 +382,7 @@ class Compilation:
         return prologue, computation
 
     def before_fusion(self, joint: TraceCtx) -> TraceCtx:
-        """Bucket the communication of the joint trace and choose what stays unsharded, before operators are fused."""
+        """Bucket the communication of the joint trace and choose the settings, before operators are fused."""
         traces, done = self.traces, "differentiated"
         if self._same is not None:
             assert self._same.differentiated is not None, "compilations that have finished keep their joint trace"
@@ -403,7 +403,7 @@ class Compilation:
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
-        """Remove from the joint trace what only kept fusions apart."""
+        """Run the passes that follow the fusion executors on the joint trace."""
         return pipeline.fused(joint, self.context)
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
@@ -433,7 +433,7 @@ class Compilation:
         return self._returned[-1]
 
     def verify_again(self, final: Sequence[TraceCtx]) -> None:
-        """Prove the forward and backward traces that Thunder makes a program of, after transforms that follow this one."""
+        """Verify the forward and backward traces again if transforms after this one have changed them."""
         if all(map(is_unchanged, self._returned, final)):
             return
         from .proof.verify_again import verify_again  # here, because most transforms change no trace
@@ -446,7 +446,7 @@ class Compilation:
             verify_again(self._returned, final, max_gathers_in_flight=most, after=after)
 
     def audit(self, programs: Sequence[tuple[Callable[..., Any], TraceCtx]]) -> None:
-        """Audit the first runs of the programs that Thunder has made of the forward and the backward trace."""
+        """Audit the first runs of the compiled forward and backward programs."""
         forward: TraceCtx | None = None
         for (program, trace), start in zip(programs, self._starts, strict=True):
             Auditor(
@@ -468,11 +468,11 @@ class Compilation:
                 self.transform._planner.check_memory(
                     traces, limit=limit, pending_grads=self._pending_grads, compiled=compiled
                 )
-        if not any(each is traces for each in compiled):  # a forward has finished it whose backward is empty
+        if not any(each is traces for each in compiled):  # forward has finished it already if backward is empty
             self.transform.finish(traces)
 
     def _choose(self, joint: TraceCtx) -> TraceCtx:
-        """Return the joint trace with bucketed communication, with the settings for it chosen."""
+        """Return the joint trace with bucketed communication, and choose the settings for it."""
         sharded, context = self.sharded, self.context
         if not self.options.needs_search:
             return pipeline.joint(joint, context)
@@ -488,7 +488,7 @@ class Compilation:
         return bucketed
 
     def _agree(self, trace: TraceCtx, statements: Sequence[Statement], half: str) -> None:
-        """Compare what the ranks have compiled, and settle how they agree at run time, if they have to."""
+        """Compare the compiled traces of all ranks, and prepare the agreement at run time if it is needed."""
         traces, control = self.traces, self.sharded.control
         self.context.start = None
         if control.is_single_rank or control.agreement == "never":
@@ -513,7 +513,7 @@ class Compilation:
 
 
 def find_transform(model: object) -> FSDPTransform:
-    """Return the transform that shards ``model``, a jitted module or Lightning Fabric's wrapper of one.
+    """Return the transform that shards ``model``, which is a jitted module or Lightning Fabric's wrapper of one.
 
     Raises:
         TypeError, RuntimeError: see :func:`~thunder_fsdp_sched.sharding.sharded_module.find_sharding`.
