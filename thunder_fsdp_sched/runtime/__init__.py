@@ -6,7 +6,7 @@ from .row_dtensor import RowDTensor
 
 
 def _run_first_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the first operator on rows. ``row_elements`` takes the place of this function when it is imported."""
+    """Run the first operator on rows. Importing ``row_elements`` replaces this function."""
     from .row_elements import run_operator  # here, because torch's optimizers step on plain rows
 
     return run_operator(func, args, kwargs)

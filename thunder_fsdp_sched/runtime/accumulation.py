@@ -1,11 +1,11 @@
-"""The gradients of one bucket that backwards under ``no_sync`` have left, and that no backward has returned yet.
+"""The gradients of a bucket that ``no_sync`` has accumulated and no backward has returned yet.
 
 [Note: Two ways to accumulate]
 ``accumulate="unsharded"`` adds whole gradients to :attr:`Accumulation.unsharded`, without communication. The backward that
 ends the window adds its own and reduces the sum once: the fewest bytes sent. ``"sharded"`` reduces the gradients of each
 micro-batch and adds this rank's rows to :attr:`Accumulation.sharded`: the least memory, with as many bytes sent as without
-``no_sync``. Across replicas, both are reduced once, at the end. So the divide factor and the ``all_reduce_hook``, which
-apply to what a window has accumulated, do so once in both cases. One window may contain both, because traces of different
+``no_sync``. Across replicas, both are reduced once, at the end. So the divide factor and the ``all_reduce_hook`` are
+applied once in both cases, to the accumulated gradients. One window may contain both, because traces of different
 shapes may accumulate differently.
 
 Rounding to bfloat16 after each addition costs accuracy. So reduced rows are added up in the dtype of the parameters, or in
@@ -39,12 +39,12 @@ class Accumulation:
         sharded: this rank's flat rows, reduced within the sharding group but not across replicas, in
             ``spec.accumulate_dtype``.
         params: the indices of the parameters that have gradients in either.
-        used: those of which this rank has added others than zeros for lack of a gradient: see [Note: Outputs without
-            gradient] in ``unused_outputs``.
+        used: those of them that an output with a gradient has reached on this rank: see [Note: Outputs without
+            gradient] in ``unused_outputs``. The gradients of the others are zeros.
         is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
-        dropped: how many failed backwards of this window have added gradients that were dropped again.
-        deferred: sharded gradients of parameters that the running backward has none of, but an earlier ``no_sync`` backward
-            or another rank had; added to ``.grad`` at the end of backward.
+        dropped: the number of failed backwards of this window whose gradients were dropped.
+        deferred: sharded gradients of parameters for which the running backward has none, but an earlier ``no_sync``
+            backward or another rank had one; added to ``.grad`` at the end of backward.
     """
 
     def __init__(self, spec: BucketSpec) -> None:
@@ -61,13 +61,13 @@ class Accumulation:
         self.is_running = False
         self.dropped = 0
         self._backward = -1  # the number of the backward that runs
-        self._is_first = False  # whether there is nothing but gradients of the running backward
+        self._is_first = False  # whether all gradients here are those of the running backward
         self.deferred = {}
 
     def from_others(self) -> frozenset[int]:
-        """Return the parameters of which the running backward gets gradients from other ranks, also if it has none itself.
+        """Return the parameters whose gradients the running backward gets from other ranks, even if it has none itself.
 
-        A hook: the accumulation of ranks that differ knows some.
+        There are none, except in the accumulation of ranks that differ, which overrides this.
         """
         return frozenset()
 
@@ -87,10 +87,10 @@ class Accumulation:
         """Drop what a failed backward has added.
 
         Raises:
-            RuntimeError: a backward under ``no_sync`` failed after it had added some of its gradients to others.
+            RuntimeError: a backward under ``no_sync`` failed after adding some of its gradients to earlier ones.
         """
         if self.is_running and self._backward == backward_number() >= 0:
-            return  # this backward adds its own gradients, and then those that it serves
+            return  # this backward adds its own gradients, and then those of collectives that it serves
         if self.is_running and self._is_first:
             dropped = self.dropped + 1
             self.discard()
@@ -103,7 +103,7 @@ class Accumulation:
         return shard if self.sharded is None else shard.to(self._spec.accumulate_dtype).add_(self.sharded)
 
     def flush(self, params: Sequence[torch.nn.Parameter], *, ends_window: bool) -> None:
-        """Add the gradients that backward cannot return to ``.grad``; at the end of a window, drop all others."""
+        """Add to ``.grad`` the gradients that backward cannot return; at the end of a window, drop all others."""
         deferred, self.deferred = self.deferred, {}
         if ends_window:
             self.discard()

@@ -1,28 +1,28 @@
-"""The running backward: which gradients it was asked for and given, and what its own forward has written.
+"""The running backward: the gradients that it was asked for and given, and the values that its own forward wrote.
 
 [Note: Requested gradients]
 ``backward(inputs=...)`` and ``torch.autograd.grad`` ask for some gradients only. The compiled backward computes all of them,
-and autograd drops those that nobody asked for. What accumulates under ``no_sync`` does not pass through autograd. So
-autograd is asked which of the nodes that add to a parameter's ``.grad`` it will run, and only the gradients of these
-parameters accumulate. The same holds for the backward that ends a window: it returns what has accumulated for a parameter if
-it adds to that parameter's ``.grad``, otherwise that waits for a later backward. A backward that adds to all parameters of
-its graph counts as one of all parameters of the model.
+and autograd drops those that nobody asked for. But gradients that accumulate under ``no_sync`` do not pass through
+autograd. So autograd is asked which of the nodes that add to a parameter's ``.grad`` it will run, and only the
+gradients of these parameters accumulate. The backward that ends a window does the same: it returns a parameter's
+accumulated gradient if it adds to that parameter's ``.grad``; otherwise the gradient waits for a later backward. A
+backward that adds to all parameters of its graph counts as one of all parameters of the model.
 
-``torch.autograd.grad`` of parameters returns their gradients instead. It gives those of this backward alone, reduced, and
-leaves what has accumulated as it is. Under ``no_sync`` there is no reduced gradient to return, so it raises an error. A
-compiled backward has no graph of its own, so ``create_graph=True`` raises an error, too. Both are raised before the
-compiled backward starts, from a hook of the node that autograd runs first.
+``torch.autograd.grad`` of parameters returns the reduced gradients of this backward alone, and leaves accumulated ones
+as they are. Under ``no_sync`` there is no reduced gradient to return, so it raises an error. A compiled backward has no
+graph of its own, so ``create_graph=True`` raises an error, too. Both errors come before the compiled backward starts,
+from a hook of the node that autograd runs first.
 
 [Note: The backward of the most recent forward]
-Backward may reuse values that its own forward gathered or cast, but none of another forward: between two forwards a
+Backward may reuse values that its own forward gathered or cast, but none of a later forward: between two forwards a
 parameter may have been written through ``.data`` (an evaluation with averaged parameters), which changes no version
 counter.
 
-So this process counts moments. What a forward writes is stored with the moment at which it was written. Right after a
-forward, ``guard_backward`` stores the moment in the autograd node that Thunder has created for it, which its backward runs
-in. What was written at an earlier moment was written by the running backward's own forward or by an earlier one; what was
-written later is not reused. The numbers that autograd itself gives to nodes do not serve: each thread has its own, and a
-backward runs on the thread of its device if that is a GPU. Outside of an autograd node nothing is reused.
+So this process counts *moments*. A gathered or cast value is stored with the moment at which it was written. Right
+after a forward, ``guard_backward`` stores the moment in the autograd node that Thunder has created for its backward. A
+value with an earlier moment was written by this forward, or by one before it; a value with a later moment is not
+reused. Autograd's own numbers of nodes are no help: each thread counts its own, and the backward of a GPU runs on
+another thread. Outside of an autograd node nothing is reused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _moments = itertools.count(1)
 
 
 def moment() -> int:
-    """Return a number larger than all that were returned before, on whichever thread."""
+    """Return a number larger than all earlier ones, on any thread."""
     return next(_moments)
 
 
@@ -58,7 +58,7 @@ def end_of_forward() -> int | None:
 
 
 def running_backward_of() -> tuple[int, int] | None:
-    """Return the number of the running backward, and the end of the forward of its node that runs; ``None`` if unknown."""
+    """Return the number of the running backward, and the moment at which its forward ended; ``None`` if unknown."""
     ended = end_of_forward()
     return None if ended is None else (backward_number(), ended)
 
@@ -74,9 +74,9 @@ class _Request(NamedTuple):
 
     Attributes:
         number: the number of the backward.
-        answers: what :func:`accumulates` says of each sharded parameter that forward reads, by its identity.
+        answers: the result of :func:`accumulates` for each sharded parameter that forward reads, by its identity.
         adds_all: whether it adds to the ``.grad`` of all of them.
-        indices: the answers for the parameters of each bucket that was asked for, by their identity and the question.
+        indices: cached results for a bucket's parameters, keyed by their identity and the condition.
     """
 
     number: int
@@ -91,7 +91,7 @@ def requested(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
 
 
 def wanted(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """Return these indices, and those of parameters whose gradients ``torch.autograd.grad`` returns."""
+    """Return the same indices as :func:`requested`, and those of gradients that ``torch.autograd.grad`` returns."""
     return _indices(params, _adds_or_returns)
 
 
@@ -120,7 +120,7 @@ def _indices(params: Sequence[torch.nn.Parameter], counts: Callable[[bool | None
 
 
 _KEY = "thunder_fsdp_sched.requested"
-"""The key of its last request in the metadata of Thunder's autograd node."""
+"""The key of the latest request, in the metadata of Thunder's autograd node."""
 
 
 def _is_sharded(leaf: torch.Tensor) -> bool:
@@ -135,18 +135,18 @@ def guard_backward(
 ) -> None:
     """Prepare the autograd node of the forward that has just ended.
 
-    It learns when that was: see [Note: The backward of the most recent forward]. And its backward raises
-    errors for requests that it cannot fulfil: see [Note: Requested gradients].
+    Store the moment in it: see [Note: The backward of the most recent forward]. Let its backward raise errors for
+    requests that it cannot fulfil: see [Note: Requested gradients].
 
     Args:
         no_sync: whether backward accumulates gradients without returning them.
         outputs: the outputs of forward, connected to autograd.
-        reached: for each tensor among the inputs, the outputs that it reaches, as bits; ``None`` if all that reach one reach
-            all. See [Note: Outputs without gradient] in ``unused_outputs``.
+        reached: for each tensor among the inputs, the outputs that it reaches, as bits; ``None`` if all that require a
+            gradient reach the same. See [Note: Outputs without gradient] in ``unused_outputs``.
         by_leaves: for each output of a leaf module, by its name, the outputs that it reaches.
     """
     for first, compiled in compiled_nodes_of(outputs):
-        if ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned
+        if ENDED not in compiled.metadata:  # otherwise it belongs to an earlier forward, whose output this one returns
             compiled.metadata[ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
@@ -184,7 +184,7 @@ class RunningBackward:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what holds for an earlier backward only."""
+        """Reset the state of an earlier backward."""
         if self._number != (number := backward_number()):
             self._number = number
             self.agreed: Mapping[Any, frozenset[int]] | None = None
@@ -209,13 +209,13 @@ def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: 
     Args:
         first: the node that autograd runs first.
         compiled: the node that runs the compiled trace.
-        reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
+        reached: for each tensor for which ``compiled`` computes a gradient, the outputs that it reaches, as bits.
         by_leaves: for each output of a leaf module, by its name, the outputs that it reaches.
     """
     nodes = [following for following, _ in compiled.next_functions]
     assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
     leaves = [getattr(node, "variable", None) for node in nodes]
-    total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, whose gradient one of them gets
+    total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, and one of them gets the gradient
     for leaf, bits in zip(leaves, reached, strict=True):
         total[id(leaf)] |= bits
     inputs = [
@@ -230,7 +230,7 @@ def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: 
 
 
 _Inputs = Sequence[tuple[int | None, int]]
-"""Of each input, the identity if it is a sharded parameter, and the outputs that it reaches."""
+"""For each input, its identity if it is a sharded parameter, and the outputs that it reaches."""
 
 
 def _see_given(

@@ -1,4 +1,4 @@
-"""A bucket at run time: its shard, its parameters, and what it has gathered.
+"""A bucket at run time: its shard buffer, its parameters and its collectives.
 
 See [Note: Ownership of memory] and [Note: State after an exception] in ``memory``.
 
@@ -8,7 +8,7 @@ bucket that stays unsharded between forward and backward (ZeRO-2, or chosen by `
 micro-batches, too: its private slot belongs to no other bucket. So the forward of a later micro-batch sends nothing if
 
 * the slot still contains it: see [Note: Contents of slots] in ``memory``;
-* it was gathered there by a forward under ``no_sync`` with a backward. An evaluation, a backward, and the forward after
+* it was gathered there by a forward under ``no_sync`` with a backward. Evaluations, backwards, and the forward after
   ``no_sync`` leave nothing to reuse;
 * no parameter of the bucket has changed since. Every write through a parameter or its ``.data`` counts, as does each step
   of an optimizer in this process. Writes that torch cannot see, by kernels of others or through ``to_local().data``, do
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class ShardSource:
-    """The source of what a gather sends: the shard itself. The one in ``extras.low_precision.cast_source`` casts it."""
+    """The source of the tensor that a gather sends: the shard itself. ``extras.low_precision.cast_source`` casts it."""
 
     def __init__(self, spec: BucketSpec, shard: torch.Tensor) -> None:
         self._spec = spec
@@ -65,25 +65,25 @@ class ShardSource:
         return self._shard
 
     def send_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which to issue the gather of what :meth:`shard` has just returned."""
+        """Return the context in which to issue the gather of the tensor that :meth:`shard` has just returned."""
         return NO_CONTEXT
 
     def finish_copy(self) -> None:
         """Wait until the host may write the shard again, if it was offloaded: see ``extras.shard_offload``."""
 
     def free(self) -> None:
-        """Free what :meth:`shard` has returned, after its gather."""
+        """Free the tensor that :meth:`shard` has returned, after its gather."""
 
 
 WINDOW_OPEN = "open"
-"""The mark of a gather in a forward under ``no_sync``: it may reuse what is gathered, and leaves it for the next one."""
+"""The mark of a gather in a forward under ``no_sync``: it may reuse an earlier one, and may be reused by a later one."""
 
 WINDOW_LAST = "last"
-"""The mark of a gather in a forward whose backward reduces gradients: it may reuse what is gathered, and leaves nothing."""
+"""The mark of a gather in a forward whose backward reduces gradients: it may reuse an earlier one, but is not reused."""
 
 WINDOW_FIRST = "first"
-"""The mark of one of the first gathers of a forward, into memory that no other has used before it: it may take over what the
-step of the optimizer has gathered. See ``extras.training.early_gathers``."""
+"""The mark of a gather at the start of a forward, into memory that no statement before it uses: it may take over a
+gather that the optimizer's step has begun. See ``extras.training.early_gathers``."""
 
 
 class Bucket:
@@ -97,10 +97,10 @@ class Bucket:
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
         base: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
-        primary: for a secondary, the bucket that it is the secondary of.
+        primary: for a secondary, its primary bucket.
         secondary_ranks: the ranks among which backward gathers it; ``None`` if they are ``ranks``.
-        peer_memory: the ``PeerMemory`` that allocates what the bucket sends if peers read it there; it knows the bucket.
-        accumulation: adds up the gradients of a window.
+        peer_memory: the ``PeerMemory`` that allocates the sent tensor if peers read it there; it knows the bucket.
+        accumulation: the class that adds up the gradients of a window.
 
     Attributes:
         source: provides the tensor that a gather sends.
@@ -173,7 +173,7 @@ class Bucket:
         self.early: Any = None
         """The ``EarlyGathers`` of the model, if its optimizer's steps begin the gathers of the next forward."""
         self.control: Control | None = None
-        """How the model agrees with the other ranks on what runs next."""
+        """The agreement of the model's ranks on what runs next."""
         self.accumulation = accumulation(spec)
         if spec.comm.offload:
             self.source = load("extras.shard_offload:OffloadedShardSource")(spec, self.shard)
@@ -190,7 +190,7 @@ class Bucket:
         return self.handle
 
     def temporary_slot(self, dtype: torch.dtype) -> Slot:
-        """Return a slot of its own arena for a collective besides those of traces."""
+        """Return a slot in an arena of its own, for a collective that no trace contains."""
         return Arena(self.spec.device, self.arena).slot(0, slot_bytes(self.spec, dtype))
 
     @property
@@ -206,9 +206,10 @@ class Bucket:
         return control is None or self.ranks.averaged == control.group.size
 
     def failure(self, what: str, error: RuntimeError) -> RuntimeError:
-        """Return the error for a failed collective of the bucket, with this rank, the line of the trace, and the cause.
+        """Return the error for a failed collective. It names this rank, the bucket, the line of the trace and the
+        cause.
 
-        Other ranks are told, and it has what they tell.
+        This reports the failure to the other ranks, and adds their reports to the message.
         """
         rank, control = self.ranks.group.global_ranks[self.rank], self.base.control
         traces = [frame for frame in traceback.extract_stack() if frame.filename.startswith("thunder.")]
@@ -257,14 +258,14 @@ class Bucket:
 
         Keep ``sent`` alive until they finish.
         """
-        if unsharded.flat is sent:  # it is whole in the slot
-            _ = self.ranks.group.process_group  # an error if it was destroyed, or is that of a parent process
+        if unsharded.flat is sent:  # see `is_whole_in`
+            _ = self.ranks.group.process_group  # an error if it was destroyed, or belongs to a parent process
             return ()
         with self.source.send_context():
             return self.transport.all_gather(self, sent, unsharded)
 
     def is_whole_in(self, slot: Slot) -> bool:
-        """Return whether the shard is what a trace gathers into ``slot``: one rank has all of it, and sends it as it is.
+        """Return whether the shard takes the place of a gather into ``slot``: it is the whole bucket, sent unchanged.
 
         Callers outside of traces get copies, which they may write.
         """
@@ -300,10 +301,11 @@ class Bucket:
         return not others
 
     def is_resident(self, slot: Slot, *, in_window: bool) -> bool:
-        """Return whether a gather into ``slot`` would find the bucket there, so that it need not send anything.
+        """Return whether the bucket is resident in ``slot``, so that a gather need not send anything.
 
         Args:
-            in_window: whether an earlier micro-batch may have left it for a forward; otherwise forward for its backward.
+            in_window: whether it is for a forward, which an earlier micro-batch has gathered for; otherwise it is for
+                the running backward.
         """
         contents = slot.arena.contents.get(slot)
         if contents is None and in_window and (flight := slot.arena.gather_in(slot)) is not None:
@@ -349,14 +351,14 @@ class Bucket:
         return None if factor is None or factor == self.ranks.averaged else factor / self.ranks.averaged
 
     def as_gradients(self, flat: torch.Tensor, wrap: Callable[..., RowDTensor]) -> tuple[RowDTensor, ...]:
-        """Return the gradient of each shard in a flat shard; ``wrap`` makes them of rows and their specs."""
+        """Return the gradient of each shard as a view of ``flat``; ``wrap`` is called with the rows and their spec."""
         assert flat.storage_offset() == 0
         *layout, specs = self._grads_in_shard
         return tuple(map(wrap, map(flat.as_strided, *layout), specs))
 
     @functools.cached_property
     def _grads_in_shard(self) -> tuple[list[Any], ...]:
-        """Shapes, strides and offsets of the rows in a flat shard, and their specs, so that a step computes none."""
+        """The shapes, strides and offsets of the rows in a flat shard, and their specs; a step only looks them up."""
         views, spec = self.shard_views, self.spec
         return (
             [view.shape for view in views],
@@ -367,7 +369,7 @@ class Bucket:
 
     @functools.cached_property
     def local_slices(self) -> list[tuple[slice, slice]]:
-        """The elements of the shard, and their elements in the unsharded buffer, as pairs of slices."""
+        """Pairs of slices: elements of the shard, and the same elements in the unsharded buffer."""
         return [
             (
                 slice(s.shard_offset, s.shard_offset + s.shard_numel),
@@ -382,8 +384,8 @@ class Bucket:
     def sum_to_param(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Return an unsharded gradient, summed to the shape of its parameter as autograd does for the unsharded model.
 
-        Thunder leaves the gradient of a 0-dim parameter broadcast, and after some operators its trace has another shape
-        for it than it has when it runs.
+        Thunder leaves the gradient of a 0-dim parameter broadcast, and after some operators a gradient's shape in the
+        trace differs from its shape at run time.
 
         Raises:
             RuntimeError: it is not a broadcast of that shape.

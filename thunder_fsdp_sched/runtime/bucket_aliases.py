@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def make_alias(
     base: Bucket, spec: BucketSpec, *, ranks: BucketRanks | None = None, primary: Bucket | None = None
 ) -> Bucket:
-    """Return a bucket that uses the shards of another one. Whatever the bucket's formats are, it is sent exactly.
+    """Return a bucket that uses the shards of another one. It is sent without encoding, even if that one is encoded.
 
     Args:
         base: the bucket with the shards.
@@ -51,8 +51,8 @@ def alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
 def temporary_alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
     """Return a new alias that gathers all of ``bucket`` in any dtype that its ranks can send, for use between traces.
 
-    Memory for a cast of the shard is freed with the alias. So it is not memory from which peers read, which takes a
-    collective to allocate; such buckets are sent by ``flat``, which has the same layout.
+    Memory for a cast of the shard is freed with the alias. Memory from which peers read could not be, because
+    allocating it is a collective; buckets with such a transport are sent by ``flat``, which has the same layout.
     """
     transport = bucket.spec.comm.transport
     return _alias_in_dtype(bucket, dtype, "flat" if find_transport(transport).peers_read_shards else transport)

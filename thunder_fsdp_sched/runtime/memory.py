@@ -4,18 +4,18 @@
 Three kinds of memory hold parameters and gradients, each with one rule.
 
 *Shard buffers* belong to the optimizer. Parameters are views of them, and forward and backward never write them. If a rank
-has the whole bucket, and sends it as it is (``Bucket.is_whole_in``), unsharded parameters are views of it as well, and a
-gather copies nothing. What is proved of slots still holds: nothing writes an unsharded parameter, and autograd compares
-the versions of shards between forward and backward. Slots stay planned and allocated, because gradients use them.
+has the whole bucket, and sends it unchanged (``Bucket.is_whole_in``), unsharded parameters are views of it as well, and
+a gather copies nothing. The proofs about slots still hold: nothing writes an unsharded parameter, and autograd compares
+the versions of shards between forward and backward. Slots are still planned and allocated, because gradients use them.
 
 *Private slots* (ZeRO-2) belong to one bucket. As long as the parameters do not change, a gather overwrites a slot with
 the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks what
-each slot contains: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
-So it is if another backward has written its gradients there: see [Note: Gradients in the place of their parameters] in
+each slot contains. If something else has written it since (a forward without gradients, a failed forward, or the
+gradients of another backward), the bucket is gathered again. See [Note: Gradients in the place of their parameters] in
 ``ir.slots``.
 
-With ``release`` their memory is freed after backward. Tensors that an earlier forward has saved keep what they are views
-of alive, but no gather reaches it any more, so the backward of that forward is an error.
+With ``release``, their memory is freed after backward. Tensors that an earlier forward has saved keep the old memory
+alive, but no gather writes it any more, so the backward of that forward is an error.
 
 *Shared slots* are ranges of the arena. Within a trace, ``assign_slots`` assigns a range to another collective only after
 the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last
@@ -28,24 +28,24 @@ only with ``max_memory``, from its first use in a backward to the end of that ba
 [Note: Memory that only backward needs] in ``transforms.release_slots``.
 
 [Note: Contents of slots]
-The proof knows of each range of bytes what was written there last. So does the arena at run time: after a gather, a slot
-contains that bucket (:class:`Contents`) until something else writes overlapping memory, or the memory is freed. That alone
-decides whether a gather may be left out, and whether backward still finds a kept bucket. The contents also say when they
-were gathered: backward uses those of its own forward, or of its start, and a micro-batch those of an earlier one of its
-window.
+The verifier knows what was last written to each range of bytes. So does the arena at run time: after a gather, a slot
+contains that bucket (:class:`Contents`) until something else writes overlapping memory, or the memory is freed. The
+contents alone decide whether a gather may be left out, and whether a kept bucket is still resident in backward. They
+also say when the bucket was gathered: backward uses it if its own forward gathered it, or if it was gathered again at
+the start of this backward; a micro-batch uses it if an earlier one of its window gathered it.
 
 [Note: Storages of parameters]
 An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or
 ``as_strided_scatter``, which also copies the whole storage. In the unsharded model a storage holds one parameter, so
 each unsharded parameter has a storage of its own here, too: a slice of the arena's, without a copy. Positions are those
-of the unsharded model, and an operator that leaves its parameter fails instead of reading another one. To find out
-whether a tensor is in a slot, compare addresses (``Arena.span_of``), not storages.
+of the unsharded model, and an operator that reads beyond its parameter fails instead of reading another one. To find
+out whether a tensor is in a slot, compare addresses (``Arena.span_of``), not storages.
 
 [Note: Streams of traces]
-A model's slots, the idle memory of its transports, its casts and its accumulated gradients are used again in the order in
-which the host runs traces. A trace runs on the stream that is current, and a backward on that of its forward. So the first
-use of this memory on another stream waits for the last stream that used it: two forwards on two streams run one after
-the other. Each arena of the model is then also recorded to be in use on the new stream, and idle memory is dropped.
+A model's slots, the idle memory of its transports, its casts and its accumulated gradients are reused in the order in
+which the host runs traces. A trace runs on the current stream, and a backward on that of its forward. So the first use
+of this memory on another stream waits for the last stream that used it: two forwards on two streams run one after the
+other. Each arena of the model is then also recorded as in use on the new stream, and idle memory is dropped.
 
 [Note: State after an exception]
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
@@ -54,11 +54,12 @@ An exception (an index out of range, out of memory, an interrupt) may end a forw
 waits for them first (``Arena.begin_use``). If an issue itself was interrupted, it is unknown what is in flight, so every
 later use of that memory is an error.
 
-*Contents of slots* are unknown from the moment at which an issue or a gradient may write them to the end of the wait. So a
-run that has failed in between leaves only what it has not touched.
+*Contents of slots* are unknown from the moment at which an issue or a gradient may write them to the end of the wait.
+So after a failed run, only slots that it has not touched have known contents.
 
-*A round of agreement* that a backward has posted and not settled stays pending until the model's next round. Nothing settles
-it when the exception leaves backward: that would wait for ranks that never come to this backward, and withhold the error.
+*A round of agreement* that a backward has posted and not settled stays pending until the model's next round. It is not
+settled while the exception leaves backward: that would wait for ranks that never reach this backward, and delay the
+error.
 
 *Gradients of* ``no_sync`` stay in ``Bucket.accumulation`` until the backward that reduces them has run to its end, where
 ``fsdp_backward_done`` drops them. A ``no_sync`` backward that fails after adding some of its gradients leaves a sum
@@ -148,9 +149,9 @@ class Contents(NamedTuple):
 
     Attributes:
         bucket: the primary of the bucket that was gathered into the slot.
-        moment: the moment at which that was issued.
-        version: the version of the shard that later micro-batches of the window may reuse, if they may.
-        restored_for: the backward at whose start it was gathered again, see ``autograd.running_backward_of``.
+        moment: the moment at which the gather was issued.
+        version: the version of the gathered shard, if later micro-batches of the window may reuse it.
+        restored_for: the backward at whose start it was gathered again: see ``autograd.running_backward_of``.
     """
 
     bucket: StoredBucket
@@ -164,9 +165,10 @@ class Contents(NamedTuple):
         return cls(bucket.primary, moment(), version)
 
     def is_for_running_backward(self) -> bool:
-        """Return whether the running backward may use it: whether its own forward, or its start, has gathered it.
+        """Return whether the running backward may use it: its forward gathered it, or it was gathered again at the
+        start.
 
-        A forward that a hook calls within the backward counts as neither.
+        If a hook calls another forward during the backward, the buckets that it gathers may not be used.
         """
         is_restored = self.restored_for is not None and self.restored_for == running_backward_of()
         return is_restored or is_of_running_backward(self.moment)
@@ -212,13 +214,13 @@ class Arena:
     At compile time it grows to the largest end of any slot of any trace. A step allocates nothing.
 
     Args:
-        shared: the arena of shared slots of a model, for its other arenas: those of slots that belong to one bucket, and
-            those that exist for a single call.
+        shared: the model's arena of shared slots, for its other arenas: those of private slots, and those that exist
+            for a single call.
 
     Attributes:
         scratch: idle temporary memory of transports, keyed by dtype and number of elements. All arenas of a model have
-            that of the shared arena, so whichever is freed, no idle memory stays.
-        contents: what its slots contain, if that is known: see [Note: Contents of slots].
+            that of the shared arena, so freeing any of them frees the idle memory.
+        contents: the contents of its slots, where they are known: see [Note: Contents of slots].
     """
 
     def __init__(self, device: torch.device, shared: Arena | None = None, *, prefix: str = "slot") -> None:
@@ -227,7 +229,7 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self.contents: dict[Slot, Contents] = {}
-        self._writing: Slot | None = None  # the slot that `begin_write` has prepared last, if nothing was issued since
+        self._writing: Slot | None = None  # the last slot that `begin_write` has prepared, if nothing was issued since
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
             defaultdict(list) if self._shared is None else self._shared.scratch
         )
@@ -259,7 +261,7 @@ class Arena:
             self._slots[offset, nbytes] = slot
             if slot.end > self.nbytes:
                 self.nbytes = slot.end
-                self.finish_all()  # otherwise later traces look in new memory for what is gathered into the old
+                self.finish_all()  # otherwise later traces would look for these gathers in the new memory
                 self.release()
         return slot
 
@@ -272,7 +274,7 @@ class Arena:
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self) -> None:
-        """Drop the arena's references to its memory, which slots would keep alive; the last view frees it."""
+        """Drop all references to the memory from the arena and its slots; the last view frees it."""
         self._memory = None
         self.contents.clear()
         for slot in self._slots.values():
@@ -280,10 +282,10 @@ class Arena:
             slot.grads.clear()
 
     def free(self) -> None:
-        """Release the memory and the transports' temporary memory, after waiting for what an exception left in flight.
+        """Wait for collectives that an exception left in flight, then release the memory and that of transports.
 
-        Everything else was waited for by the current stream, so the allocator may hand the memory out on that stream.
-        The next issue allocates it again.
+        The current stream has waited for all others, so the allocator may hand the memory out on that stream. The next
+        issue allocates it again.
         """
         self.finish_all()
         self.release()
@@ -312,7 +314,7 @@ class Arena:
     def make_params(self, bucket: StoredBucket, slot: Slot) -> Views:
         """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own.
 
-        They are views of the shard instead, with the shard as ``flat``, where :meth:`Bucket.is_whole_in` the slot.
+        If :meth:`Bucket.is_whole_in` is true, they are views of the shard instead, with the shard as ``flat``.
         """
         if bucket.is_whole_in(slot):
             self.allocate()  # as planned; gradients may be written there
@@ -341,7 +343,7 @@ class Arena:
 
     def begin_write(self, slot: Slot) -> None:
         """Prepare ``slot`` for an issue or a gradient, and forget what the memory contains."""
-        if slot is self._writing:  # for an earlier gradient
+        if slot is self._writing:  # an earlier gradient has prepared it
             self.follow_stream()
             return
         self.begin_use(slot)
@@ -365,7 +367,7 @@ class Arena:
         shared._stream = current
 
     def register(self, flight: InFlight) -> InFlight:
-        """Register ``flight``, whose slot was claimed, as in flight."""
+        """Register ``flight``, whose slot was prepared, as in flight."""
         assert flight.slot is not None and flight.slot not in self._in_flight, flight
         self._in_flight[flight.slot] = flight
         self._writing = None
@@ -377,12 +379,12 @@ class Arena:
         self._writing = None
 
     def gather_in(self, slot: Slot) -> InFlight | None:
-        """Return the gather into ``slot`` that nothing has waited for yet, if there is one."""
+        """Return the gather in flight into ``slot``, if there is one."""
         flight = self._in_flight.get(slot)
         return flight if flight is not None and flight.contents is not None else None
 
     def replace(self, flight: InFlight) -> InFlight:
-        """Let ``flight`` be what is in flight in its slot, in place of what was."""
+        """Replace the collective that is in flight in the slot of ``flight``."""
         assert flight.slot is not None
         self._in_flight[flight.slot] = flight
         return flight
@@ -425,7 +427,7 @@ def span_in(memory: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | Non
 
 
 def extent(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """Return how many elements there are from the first to the last one of a tensor that has any."""
+    """Return the number of elements from the first to the last one of a tensor that is not empty."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -451,5 +453,5 @@ def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:
 
 
 def address(shard: torch.Tensor) -> int:
-    """Return the address of ``shard``, or of its storage if it has no rows, so that all ranks notice a replacement."""
+    """Return the address of ``shard``, or of its storage if it has no rows, so that all ranks notice when it is replaced."""
     return shard.data_ptr() or shard.untyped_storage().data_ptr()

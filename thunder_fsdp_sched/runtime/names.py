@@ -1,13 +1,13 @@
 """The names of collectives in profiles, in dumps of the Flight Recorder, and in stacks.
 
 [Note: Names of collectives]
-In a profile, the call that issues a collective is labelled with its bucket, such as ``fsdp_reduce_scatter(blocks.0)``. What
-the backend reports of the collective also has its phase and how many optimizer steps this process has made:
+In a profile, the call that issues a collective is labelled with its bucket, such as ``fsdp_reduce_scatter(blocks.0)``.
+The backend's own entry also has the phase and the number of optimizer steps in this process:
 ``fsdp_reduce_scatter(blocks.0) in backward, step 12``. Before torch 2.12, which lets us name it, that is a second label.
 
-The Flight Recorder has no names for users, but keeps the Python stack of each collective. So a collective is issued in a
-function that is called ``fsdp_reduce_scatter(blocks.0) in backward``. Every stack shows it: a dump of the Flight Recorder, a
-traceback, a snapshot of CUDA's memory, and what a sampling profiler prints of a process that hangs.
+The Flight Recorder has no field for such names, but records the Python stack of each collective. So a collective is
+issued in a function named ``fsdp_reduce_scatter(blocks.0) in backward``. Every stack shows it: a dump of the Flight
+Recorder, a traceback, a snapshot of CUDA's memory, and a sampling profiler's view of a process that hangs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 def optimizer_steps() -> int:
-    """Return how many optimizer steps this process has made."""
+    """Return the number of optimizer steps in this process."""
     return _optimizer_steps
 
 

@@ -44,7 +44,7 @@ def all_gather(
 
 
 def _found(bucket: Bucket, slot: Slot, window: str | None) -> InFlight:
-    """Return the gather of a bucket that is in the slot, or on its way there."""
+    """Return the gather of a bucket that is resident in the slot, or the one in flight into it."""
     arena = slot.arena
     if (flight := arena.gather_in(slot)) is not None:
         arena.follow_stream()
@@ -60,7 +60,7 @@ def _found(bucket: Bucket, slot: Slot, window: str | None) -> InFlight:
 def start_gather(
     bucket: Bucket, slot: Slot, version: tuple[int, ...] | None, *, reuse_cast: bool = False, secondary: Any = None
 ) -> InFlight:
-    """Issue a gather of a bucket into a slot, which later forwards may find as long as the bucket has this version."""
+    """Issue a gather of a bucket into a slot. With a ``version``, later forwards may reuse it while the bucket has that."""
     arena = slot.arena
     arena.begin_write(slot)
     unsharded = slot.params[bucket]
@@ -75,10 +75,10 @@ def start_gather(
 
 
 def reuses(bucket: Bucket, slot: Slot, *, in_window: bool = False) -> bool:
-    """Return whether all ranks still have the bucket, from this backward's forward or from an earlier micro-batch.
+    """Return whether the bucket is still resident on all ranks, from this backward's forward or an earlier micro-batch.
 
     Raises:
-        RuntimeError: they had when the trace started, and this one has lost it since.
+        RuntimeError: it was when the trace started, and this rank has lost it since.
     """
     has = bucket.is_resident(slot, in_window=in_window)
     if bucket.is_reuse_agreed is None:
@@ -89,11 +89,11 @@ def reuses(bucket: Bucket, slot: Slot, *, in_window: bool = False) -> bool:
 
 
 def gather_again(bucket: Bucket, slot: Slot | None) -> None:
-    """Gather a bucket again, which some rank has lost since forward, besides the collectives that traces contain.
+    """Gather a bucket again that some rank has lost since forward, in addition to the collectives of the trace.
 
     Args:
-        slot: where the running backward expects it, if this rank has lost it. Otherwise it takes part with other memory: the
-            slot may hold gradients already.
+        slot: the slot in which the running backward expects it, if this rank has lost it. Otherwise this rank gathers
+            into temporary memory, because the slot may hold gradients already.
     """
     spec = bucket.spec
     bucket.issue_counts.expected += 2
@@ -158,7 +158,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None, adds
     arena.begin_write(slot)
     unsharded = slot.grads[bucket]
     bucket.accumulation.check_complete()
-    # All but those that their producer wrote in place: these are the view itself.
+    # All but gradients written in place, which are the view itself.
     copied = [
         (v, bucket.sum_to_param(i, g))
         for i, (v, g) in enumerate(zip(unsharded.tensors, grads, strict=True))

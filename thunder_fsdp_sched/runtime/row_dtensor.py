@@ -1,13 +1,13 @@
-"""Parameters, gradients and state as DTensors, of which each rank has some rows, not necessarily evenly many.
+"""Parameters, gradients and state as DTensors of which each rank has some rows, not necessarily the same number.
 
 [Note: Uneven DTensors]
-PyTorch's tools (clipping, GradScaler, distributed checkpoints) look for DTensors with the shape of the whole tensor. A
-bucket without copies cuts between ranks where the bucket is cut, so a rank may have any number of rows of a parameter.
-DTensor has no placement for this: ``Shard(0)`` means the cuts of ``torch.chunk``, and operators that communicate rely on
-it. :class:`RowDTensor` therefore is a DTensor that handles operators itself (see [Note: Operators on rows] in
+PyTorch's tools (clipping, GradScaler, distributed checkpoints) look for DTensors with the shape of the whole tensor. To
+avoid copies, a bucket is cut between ranks as a whole, so a rank may have any number of rows of a parameter. DTensor
+has no placement for this: ``Shard(0)`` means the cuts of ``torch.chunk``, and operators that communicate rely on them.
+:class:`RowDTensor` therefore is a DTensor that handles operators itself (see [Note: Operators on rows] in
 ``extras.row_operators.operators``), and its placement, :class:`RowShard`, is a ``Shard(0)`` that knows the cuts.
 
-Alternatives: attributes of the local tensor that tell DCP the rows, as Megatron-FSDP has (NVIDIA/Megatron-LM#3190), keep
+Alternatives: attributes of the local tensor that tell DCP the rows, as in Megatron-FSDP (NVIDIA/Megatron-LM#3190), keep
 DTensor's operators, which are wrong for uneven rows. A placement alone (RaggedShard, pytorch/pytorch#169320) needs
 sharding rules in torch for each operator. Even rows need a copy of each bucket in each gather, or padding of each
 parameter to a multiple of the number of ranks.
@@ -39,7 +39,7 @@ else:
 
 
 class StateEntry:
-    """An entry of a state dict that holds some rows of a tensor: what distributed checkpoints (DCP) ask of it."""
+    """An entry of a state dict that holds some rows of a tensor, with the methods that distributed checkpoints call."""
 
     shape: torch.Size
 
@@ -78,7 +78,7 @@ class RowDTensor(StateEntry, _Base):
     """Runs an operator; ``row_elements`` sets it."""
 
     of_spec: ClassVar[Callable[[torch.Tensor, Any], RowDTensor]]
-    """Does the same as :meth:`wrap`, with the result of ``rows.spec(...)``; without a Python frame for each gradient."""
+    """Like :meth:`wrap`, with the result of ``rows.spec(...)``, but without a Python frame for each gradient."""
 
     @property
     def rows(self) -> Rows:
@@ -93,11 +93,11 @@ class RowDTensor(StateEntry, _Base):
 
     @staticmethod
     def entry(local: torch.Tensor, rows: Rows) -> RowDTensor:
-        """Return the same for a state dict, without an address.
+        """Return the same as :meth:`wrap`, for a state dict: with a storage offset, and so an address, of 0.
 
-        A DTensor takes over its local tensor's offset, which gives it an address, and ``dcp.async_save`` copies what has one
-        like a plain tensor, from a storage that a DTensor does not have (torch 2.13). Parameters keep the offset, without
-        which Dynamo cannot trace their optimizers.
+        A DTensor takes over its local tensor's offset. ``dcp.async_save`` copies a tensor with an address like a plain
+        one, from a storage that a DTensor does not have (torch 2.13). Parameters keep the offset, because Dynamo cannot
+        trace their optimizers without it.
         """
         wrapped = RowDTensor.wrap(local.as_strided(local.shape, local.stride(), 0), rows)
         wrapped._local_tensor = local
@@ -127,7 +127,7 @@ class RowDTensor(StateEntry, _Base):
         return whole
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum; a collective without arguments. In a loss it is a ``WholeNumber`` with a gradient."""
+        """Return the sum; without arguments, a collective. In a loss it is a ``WholeNumber`` with a gradient."""
         return (
             load("extras.row_operators:sum_of")(self)
             if self._is_in_loss(args, kwargs)
@@ -155,8 +155,8 @@ class RowDTensor(StateEntry, _Base):
     def data(self, value: torch.Tensor) -> NoReturn:
         raise coded_error(RuntimeError, "parameter.data-cannot-be-assigned", parameter=self.rows.label)
 
-    # It has no memory itself: its address is 0 and its storage is empty, as those of DTensors. What exports memory raises an
-    # error, where torch's own methods would read addresses that do not exist.
+    # Like any DTensor, it has no memory itself: its address is 0 and its storage is empty. Methods that export memory
+    # raise an error, because torch's own would read invalid addresses.
 
     def is_shared(self) -> bool:
         return self._local_tensor.is_shared()
@@ -173,7 +173,7 @@ class RowDTensor(StateEntry, _Base):
     __cuda_array_interface__ = property(_refuse_memory)
 
     def register_hook(self, hook: Any) -> Any:
-        """Register a tensor hook; that of a parameter runs when there is a gradient: [Note: Hooks of parameters]."""
+        """Register a tensor hook. A parameter's hook runs only if there is a gradient: [Note: Hooks of parameters]."""
         return super().register_hook(load("extras.parameter_hooks:guarded_hook")(self, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:

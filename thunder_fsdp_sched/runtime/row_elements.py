@@ -1,4 +1,4 @@
-"""Run operators on :class:`RowDTensor` that act on each element by itself, as those of optimizers do.
+"""Run elementwise operators on :class:`RowDTensor`, such as those of optimizers.
 
 See [Note: Operators on rows] in ``extras.row_operators.operators``, which has the rules for all others.
 """
@@ -60,7 +60,7 @@ def _rule_for(func: Any) -> Callable[..., Any]:
 
 
 def acts_on_elements(func: Any) -> bool:
-    """Return whether an operator acts on each element of tensors, or of the items of lists, by itself, in place or not."""
+    """Return whether an operator is elementwise, on tensors or on the items of lists, in place or not."""
     name = func._schema.name.removeprefix("aten::")
     name = name if name.endswith("__") else name.removesuffix("_")
     if name.startswith("_foreach_"):
@@ -87,9 +87,9 @@ def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(values[0], (list, tuple)):
             return [local if of is None else RowDTensor.wrap(local, of) for local, of in zip(result, rows, strict=True)]
         return RowDTensor.wrap(result, cast(Rows, rows[0]))
-    for position in written:  # below autograd, operators count no versions
+    for position in written:  # operators below autograd do not change versions
         torch.autograd.graph.increment_version(operands[position])
-        if isinstance(values[position], (list, tuple)):  # nor does autograd for those of lists
+        if isinstance(values[position], (list, tuple)):  # autograd does not change those of lists either
             torch.autograd.graph.increment_version(values[position])
     return None if result is None else values[written[0]]
 
@@ -107,7 +107,7 @@ def _written(func: Any, number: int, names: tuple[str, ...]) -> list[int]:
 def _rows_alone(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     """Return the arguments with this rank's rows, if the first is rows and all others are such rows or Python numbers.
 
-    Most operators get no more than that, and most of their time would be that of telling other arguments apart.
+    That suffices for most operators, which would spend most of their time on telling other arguments apart.
     """
     if type(args[0]) is not RowDTensor or any(isinstance(value, _TENSORS) for value in kwargs.values()):
         return None
@@ -124,7 +124,7 @@ def _rows_alone(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None
 
 
 def _unwrapped(values: Sequence[Any], written: list[int]) -> tuple[list[Any], list[Rows]] | None:
-    """Return this rank's rows of all operands, and those of the results, if they are all alike or numbers.
+    """Return this rank's rows of all operands, and the rows of the results, if they are all equal or numbers.
 
     Optimizers have thousands of parameters, so comprehensions unwrap the items of lists.
     """

@@ -81,7 +81,7 @@ class Rows:
     @property
     def is_cut(self) -> bool:
         """Whether more than one rank has rows."""
-        end = bisect.bisect_right(self.starts, 0)  # of the first that has some
+        end = bisect.bisect_right(self.starts, 0)  # of the first rank that has rows
         return end < len(self.starts) and self.starts[end] < self.starts[-1]
 
     @functools.cached_property

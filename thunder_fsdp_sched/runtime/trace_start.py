@@ -19,20 +19,20 @@ from .ops import gather_again
 from .unused_outputs import agree_on_unused, unused_gradients
 
 _BITS = 30
-"""How many of a token's offered bits stand for buckets that backward expects, and as many for gathers that may be left out.
-Buckets whose numbers differ by a multiple of this share a bit. They all share one if the ranks have different collectives,
-because their numbers then mean different buckets."""
+"""The number of offered bits in a token for buckets that backward expects, and again for gathers that may be left out.
+Buckets whose numbers differ by a multiple of this share a bit. If the ranks have different collectives, all buckets
+share one, because a number then means different buckets."""
 
 SHARED = 1 << 60
-"""The bit of a rank that reduces gradients of ``no_sync`` only in buckets that all ranks have. If one does not have it, the
-ranks of each process group compare those of the others."""
+"""The bit that a rank offers if it reduces gradients of ``no_sync`` only in buckets that all ranks have. If a rank does
+not offer it, the ranks of each process group compare their other buckets."""
 
 _FAILURE = 1 << 61
-"""The bit of a rank that has an error to raise. It is raised when all ranks have it, so that all raise it at once."""
+"""The bit that a rank offers if it has an error to raise. It is raised once all ranks offer it, so all raise it at once."""
 
 _UNAUDITED = 1 << 62
-"""The bit of a rank that does not audit this run. If a rank does, all learn at the end of the trace whether it found an
-error, because a rank that stopped in between would let the others wait in their next collective."""
+"""The bit that a rank offers if it does not audit this run. If a rank does audit it, all ranks learn at the end of the
+trace whether it found an error. A rank that stopped earlier would leave the others waiting in their next collective."""
 
 _ALL = (1 << 63) - 1
 
@@ -47,7 +47,7 @@ class SlotOfBucket(NamedTuple):
     """A slot in which a trace may find a bucket.
 
     Attributes:
-        in_window: whether an earlier micro-batch may have left it there for a forward; otherwise forward for its backward.
+        in_window: whether the trace is a forward in a window; otherwise it is a backward.
     """
 
     bucket: weakref.ref[Bucket]
@@ -89,21 +89,21 @@ class TraceStart(RoundAction):
         self.pending_grad_buckets: list[weakref.ref[Bucket]] = []
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
-        """Buckets whose gradients the trace returns, each with the parameters of which it computes none itself."""
+        """Buckets whose gradients the trace returns, each with the parameters for which it computes none itself."""
         self.expected: list[SlotOfBucket] = []
-        """The buckets that backward expects, in the same order on all ranks. All gather again what one of them has lost."""
+        """The buckets that backward expects, in the same order on all ranks. All gather again a bucket that one has lost."""
         self.reusable_gathers: list[SlotOfBucket] = []
-        """Gathers that are left out if all ranks have their buckets; see :meth:`apply_agreement`."""
+        """Gathers that are left out if their buckets are resident on all ranks; see :meth:`apply_agreement`."""
         self._bits = _BITS if agreed.is_alike else 1
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
         self._program = agreed.number, comparable
         self._surplus_issues, self._begun, self._logged = 0, 0, 0
-        self._issued: int | None = None  # what this rank had issued when the round began
+        self._issued: int | None = None  # the issues that this rank had counted when the round began
         self._reduced: list[str] = []  # a line for each bucket of `pending_grad_buckets` that it reduces
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
-        self._dropped = 0  # how many failed backwards of the window have left nothing
+        self._dropped = 0  # the number of failed backwards of the window whose gradients were dropped
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
         self._lost: set[SlotOfBucket] = set()  # of `expected`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
@@ -116,7 +116,7 @@ class TraceStart(RoundAction):
         return self.name
 
     def post(self) -> None:
-        """Announce to the other ranks that this trace starts; wait for them if that decides what it gathers first.
+        """Announce to the other ranks that this trace starts; wait for them if its first gathers depend on them.
 
         Together with :meth:`settle` it is one round: ceil(log2 W) messages of each of W ranks, with 40 (W - 1) bytes in all.
         """
@@ -168,17 +168,17 @@ class TraceStart(RoundAction):
         return self._lines
 
     def cancel(self) -> None:
-        """Count nothing of this trace: before ranks have agreed, only gathers whose buckets are resident can have run."""
+        """Undo the counts of this trace: before the ranks agree, only gathers of resident buckets can have run."""
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
         if self._issued is not None:
             self.control.issue_counts.issued, self._issued = self._issued, None
 
     def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
-        """Do what all ranks have offered.
+        """Act on the bits that all ranks have offered.
 
-        Gathers are left out whose buckets all ranks have. Buckets that backward expects but a rank has lost are gathered
-        again. The error of a save is raised that all ranks know. No gradient is returned for parameters that no rank used.
+        Leave out gathers whose buckets are resident on all ranks. Gather again what backward expects but a rank has
+        lost. Raise the error of a save that all ranks know of. Return no gradient for parameters that no rank has used.
         """
         if (log := self.control.issue_counts.log) is not None:
             del log[: self._logged]
@@ -198,7 +198,7 @@ class TraceStart(RoundAction):
                 gather_again(bucket.primary, expected.slot() if expected in self._lost else None)
 
     def _find_pending_grads(self) -> None:
-        """Find out which buckets of :attr:`pending_grad_buckets` it reduces."""
+        """Find the buckets of :attr:`pending_grad_buckets` that the trace reduces."""
         self._reduced, self._reduced_in = [], []
         for reference in self.pending_grad_buckets:
             if (bucket := reference()) is None:
@@ -215,10 +215,10 @@ class TraceStart(RoundAction):
                     self._reduced_in += [(group, line) for group in ranks.groups]
 
     def _describe_windows(self) -> tuple[str, str]:
-        """Return the parameters that get a gradient although neither this backward nor autograd has one for them.
+        """Return the parameters that have only accumulated gradients, and the buckets whose accumulated gradients stay.
 
-        A rank on which no micro-batch had such a gradient would drop its rows, so the ranks compare them. And return the
-        buckets whose accumulated gradients it leaves, which another rank may add to what both reduce.
+        The ranks compare both. A rank on which no micro-batch had a gradient of such a parameter would drop its rows,
+        and another rank may add the gradients that this one leaves to what both reduce.
         """
         texts, left = [], []
         self._dropped = 0
@@ -237,7 +237,7 @@ class TraceStart(RoundAction):
         return "; ".join(texts), ", ".join(left)
 
     def _missing(self) -> tuple[int, bool]:
-        """Return the bits of the buckets that this rank does not have, and whether it has to know those of all ranks."""
+        """Return the bits of buckets that are not resident here, and whether this rank must wait for those of all ranks."""
         missing, waits = 0, False
         self._lost.clear()
         for gather, bit in self._numbered(self.reusable_gathers, _BITS):
@@ -286,7 +286,7 @@ class TraceStart(RoundAction):
         self._unused = {}  # traces keep no buckets alive
 
     def _numbered(self, references: Sequence[T], first: int = 0) -> Iterator[tuple[T, int]]:
-        """Yield each with its bit of the offered ones."""
+        """Yield each reference with its offered bit."""
         for number, reference in enumerate(references):
             yield reference, 1 << first + number % self._bits
 

@@ -1,4 +1,4 @@
-"""Checks that inputs of a compiled module are like those it was traced with; see [Note: Guarded inputs] in ``capture``."""
+"""Checks that a compiled module's inputs are like the traced ones; see [Note: Guarded inputs] in ``capture``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Check = tuple[str, Any]
 IS, EQUAL, NOT, LENGTH, KEYS, TYPE, CONTENT = "is", "equal", "not", "length", "keys", "type", "content"
 
 HAS = "has"
-"""The last step of a path to whether an object has an attribute."""
+"""The last step of a path that asks whether an object has an attribute."""
 
 ENVIRONMENT = "os.environ"
 """The root of the paths to environment variables."""
@@ -44,7 +44,7 @@ class _Conditions:
 
 
 class Environment:
-    """The environment variables; those that are not set are ``None``, and under ``None`` there are all."""
+    """The environment variables: ``None`` for one that is not set, and all of them for the key ``None``."""
 
     def __getitem__(self, name: str | None) -> Any:
         return dict(os.environ) if name is None else os.environ.get(name)
@@ -87,14 +87,14 @@ class Links:
 
 
 class TracedInputs:
-    """The checks for what a program has read from its arguments and its module.
+    """The checks of the values that a program has read from its arguments and its module.
 
     Args:
         module: the module that was traced; ``None`` if nothing that is read from it is checked.
-        checks: by path.
+        checks: the check of each value, by its path.
         assigned: the constants that the program assigns to attributes: path of the object, name, value.
-        conditions: that it computes from its arguments.
-        links: what it has read from globals, and from several modules that share it.
+        conditions: the conditions that it computes from its arguments.
+        links: the objects that it has read from globals, or that several modules share.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TracedInputs:
         self._module, self.assigned, self._conditions = module, assigned, conditions
         self._links = links
         links.settle()
-        self._steps: list[tuple[int, Any, Path, Check | None]] = []  # each after that from which it reads
+        self._steps: list[tuple[int, Any, Path, Check | None]] = []  # each after the step from which it reads
         roots = ("INPUT_FN", "INPUT_ARGS", "INPUT_KWARGS", ENVIRONMENT, CONDITIONS)
         numbers: dict[Path, int] = {(root,): number for number, root in enumerate(roots)}
         for whole in checks:

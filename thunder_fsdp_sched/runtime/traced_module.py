@@ -1,4 +1,4 @@
-"""The check that a module is as it was when traces were compiled for it."""
+"""The check that a module has not changed since traces were compiled for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..private_torch import find_hooks, states_of
 from .traced_inputs import is_same
 
 _MODULES = "_fsdp_modules"
-"""The attribute in which the jitted module keeps the user's module and its submodules, and what is registered in them."""
+"""The attribute of the jitted module with the user's module, its submodules, and their registries of parts."""
 
 
 class UntracedHook:
@@ -25,13 +25,13 @@ class UntracedHook:
 
 
 class TracedModule:
-    """A module as it was traced, with which each call compares it.
+    """The state of a module when it was traced, with which each call compares the module.
 
     Compared are whether ``no_sync`` is on; the numbers and strings among attributes that the program has read; how many
-    submodules, parameters and buffers each module has (those that were there are compared elsewhere); the hooks of all
-    modules; and the sharded parameters, with what may change of them: the dtype, and whether they have a gradient. (Gathers
-    notice a parameter that is on another device or whose rows are in other memory.) What changes most often is compared
-    first. The hooks are kept alive, so that no later hook gets the identity of one of them.
+    submodules, parameters and buffers each module has (other checks compare the known ones); the hooks of all modules;
+    and the sharded parameters, with their dtypes and ``requires_grad``. (Gathers notice a parameter that is on another
+    device or whose rows are in other memory.) What changes most often is compared first. The hooks are kept alive, so
+    that no later hook gets the identity of one of them.
 
     Args:
         module: the user's module.
@@ -49,13 +49,13 @@ class TracedModule:
     ) -> None:
         self._no_sync, self._reads = no_sync, reads
         self._attributes = [name for _, name, _ in reads]
-        # Of attributes. No other check accepts others; traces keep none alive.
+        # The modules with these attributes. Other checks refuse other modules. Weak, because traces keep none alive.
         self._owners: list[weakref.ref[Any]] = []
         self._values = [value for _, _, value in reads]  # or the latest that are equal
         modules = list(module.modules())
         self._sizes = list(map(len, _registered(modules)))
         self._hooks = _traced(find_hooks(modules))
-        # Numbers and hooks with untraced ones, the latest with which the traced are the same.
+        # The latest numbers and hooks, including untraced ones, among which the traced ones were as expected.
         self._all_hooks: list[Any] = []
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._states = states_of(self._parameters)
@@ -112,7 +112,7 @@ class TracedModule:
 
 
 def _find_modules(model: ThunderModule) -> tuple[list[torch.nn.Module], list[dict[str, Any]]]:
-    """Return the modules that the user's module has now, and what is registered in them."""
+    """Return the modules that the user's module has now, and their registries of parts."""
     modules = list(model._model.modules())
     found = vars(model)[_MODULES] = modules, _registered(modules)
     return found

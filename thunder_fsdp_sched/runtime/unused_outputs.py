@@ -1,4 +1,4 @@
-"""Gradients that no output of forward has asked for are ``None``, as in the unsharded model.
+"""Return ``None`` as the gradient of parameters that reach no output with a gradient, as the unsharded model does.
 
 [Note: Outputs without gradient]
 A loss may use one of several outputs. In torch, a parameter that only the others need gets no gradient, so an optimizer
@@ -6,14 +6,14 @@ neither decays it nor counts a step. A compiled backward computes the gradients 
 gradient it gets zeros. So:
 
 1. The trace says which outputs each input of the computation reaches (``guard_outputs``), operator by operator, as autograd
-   would connect them. If a parameter reaches no output that has a gradient, what backward computes for it is zeros.
+   would connect them. If a parameter reaches no output that has a gradient, backward computes zeros for it.
 2. A hook of the node that autograd runs first sees which outputs have a gradient, before Thunder replaces the others by
    zeros.
 3. The collectives are the same in any case, because ranks may use different outputs, and other micro-batches of a window
    may have used a parameter (:attr:`Accumulation.used`). In the round of agreement at the start of backward, each rank
    announces a hash of the parameters that it has not used. Only if the hashes differ do the ranks exchange names. So a
    parameter that some rank has used has a gradient on all ranks, and one that none has used has none on any.
-4. A hook of the compiled node, after it has run, replaces what nobody has used by ``None``.
+4. A hook that runs after the compiled node replaces the gradients of parameters that no rank has used by ``None``.
 
 Traces in which every parameter reaches every output, such as most of those with a loss alone, need neither hook.
 """
@@ -27,7 +27,7 @@ from .bucket import Bucket
 
 
 def not_used_here(bucket: Bucket) -> frozenset[int]:
-    """Return the parameters of which the running backward computes zeros on this rank, for lack of gradients."""
+    """Return the parameters for which the running backward computes zeros on this rank, because no gradient reaches them."""
     return _not_used_here(bucket, running_backward())
 
 
@@ -38,10 +38,10 @@ def _not_used_here(bucket: Bucket, running: RunningBackward | None) -> frozenset
 
 
 def unused_gradients(bucket: Bucket, missing: frozenset[int]) -> frozenset[int]:
-    """Return the parameters that neither the running backward nor its window has used, on this rank or if agreed on any.
+    """Return the parameters that neither the running backward nor its window has used, on any rank if they agreed.
 
     Args:
-        missing: the parameters of which the trace computes no gradient.
+        missing: the parameters for which the trace computes no gradient.
     """
     running, accumulation = running_backward(), bucket.accumulation
     if running is not None and running.agreed is not None and bucket in running.agreed:
