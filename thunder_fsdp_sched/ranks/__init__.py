@@ -1,1 +1,1 @@
-"""Process groups, and the agreement of their ranks on what they shard, compile and run."""
+"""Process groups, and the agreement of their ranks on sharding, compiled traces and collectives."""

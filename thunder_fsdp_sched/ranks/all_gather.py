@@ -3,7 +3,7 @@
 [Note: Hops of an all-gather]
 gloo's all-gather is a ring: W ranks need W - 1 hops, one after the other. Here, each hop doubles what a rank has (Bruck's
 algorithm). In hop k a rank sends what it has, the bytes of 2^k ranks beginning with its own, to the rank 2^k before it, and
-receives as much from the rank 2^k after it; in the last hop only what is missing. So it takes ceil(log2 W) hops for any W.
+receives as much from the rank 2^k after it; in the last hop only the rest. So it takes ceil(log2 W) hops for any W.
 Each rank sends and receives one message a hop, and in all the bytes of W - 1 ranks. All receives are posted at the start,
 because a message whose receiver is not ready yet takes another round trip.
 
@@ -88,7 +88,7 @@ class HostAllGather:
         self._release()
 
     def gathered(self) -> list[bytes]:
-        """Return what each rank has sent, in the order of ranks."""
+        """Return the bytes of each rank, in the order of ranks."""
         memory = bytes(self._memory)
         own = memory[: self._starts[1]]
         if self._is_even and memory == own * self._size:
@@ -104,11 +104,11 @@ class HostAllGather:
         self._release()
 
     def _release(self) -> None:
-        """Drop what would keep the group's threads and connections alive after ``destroy_process_group``."""
+        """Drop references that would keep the group's threads and connections alive after ``destroy_process_group``."""
         self._backend, self._sends, self._receives = None, [], []
 
     def _post(self) -> None:
-        """Post what is not posted yet, but no send before its bytes have arrived."""
+        """Post all receives that are not posted yet, and each send whose bytes have arrived."""
         for hop in self.hops[len(self._receives) :]:
             self._receives.append(self._backend.recv(hop.received, hop.source, self._tag))
         for hop in self.hops[len(self._sends) : self._received + 1]:

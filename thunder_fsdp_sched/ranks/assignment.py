@@ -56,11 +56,11 @@ class GroupAssignment:
         return ranks
 
     def ranks(self, group_key: GroupKey) -> BucketRanks:
-        """Return the ranks that a plan describes by ``group_key``, which :meth:`key` has returned for them."""
+        """Return the ranks for which :meth:`key` has returned ``group_key``."""
         return self._of[group_key]
 
     def ranks_of(self, spec: BucketSpec) -> BucketRanks:
-        """The ranks that share a bucket."""
+        """Return the ranks that share a bucket."""
         return self.ranks(GroupKey(spec.group, spec.layout.world_size, spec.replicas))
 
     def secondary_ranks_of(self, spec: BucketSpec) -> BucketRanks | None:

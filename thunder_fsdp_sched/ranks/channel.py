@@ -7,12 +7,11 @@ tokens and compares them. All ranks see all tokens, so tokens that do not match 
 rank. Only then do the ranks exchange descriptions, through the group's store, so that each message names all sides.
 
 Among W ranks a round takes ceil(log2 W) hops: see [Note: Hops of an all-gather] in ``all_gather``. A rank sends as many
-messages, with 40 (W - 1) bytes in all. Posting sends the first message. Settling sends the others, because no thread does it
-in between.
+messages, with 40 (W - 1) bytes in all. Posting sends the first message, settling sends the others.
 
 A settled round leaves the channel consistent, whatever its result, because every rank has taken part in the same number
 of rounds. Ranks that catch the disagreement can continue if nothing else was issued. A round that cannot be settled,
-because a rank does not arrive or is gone, closes the channel permanently.
+because a rank does not arrive or has exited, closes the channel permanently.
 
 The group uses gloo, whatever the backend of the training group, and tokens are in host memory, so the device is never
 synchronized. One channel serves all models of a process that the same ranks share. The channel does not keep its group
@@ -68,7 +67,7 @@ class Channel:
         self.rounds = 0  # settled, the same on all ranks
         self.pending: RoundAction | None = None  # posted and not settled yet
         self.last: RoundAction | None = None
-        self.is_alike = True  # whether the last hash of all tokens was the same in the last round
+        self.is_alike = True  # whether the last hash of the token was the same on all ranks in the last round
         self.tokens: Sequence[bytes] = ()  # those of the last round, in the order of ranks
         self.closed = ""  # why no further round is possible
         self._tokens = HostAllGather(group.rank, [TOKEN.size] * group.size)
@@ -84,10 +83,11 @@ class Channel:
         return not self.closed and self.group.is_alive
 
     def post(self, token: bytes, action: RoundAction) -> None:
-        """Start a round; the previous one is settled first. It sends one message.
+        """Start a round, after settling the previous one; it sends one message.
 
         Raises:
-            ScheduleDisagreement: in a round that an exception left unsettled; or the channel is closed.
+            ScheduleDisagreement: the previous round, which an exception left unsettled, failed; or the channel is
+                closed.
         """
         if self.pending is not None:
             self.settle()
@@ -161,7 +161,7 @@ class Channel:
         """Publish the failure of this rank, wait shortly for those of the others, and return them.
 
         Args:
-            unagreed: what to say instead of the last round, if ranks may have gone different ways since.
+            unagreed: a sentence that replaces the one about the last round, if ranks may have diverged since.
         """
         reports = self._exchange_failures(text, self.rounds + (self.pending is not None))
         others = [rank for rank in self.group.global_ranks if rank != self.global_rank]
@@ -218,7 +218,7 @@ class Channel:
         """Publish the failure of this rank, and return those of the ranks that publish theirs in time, by global rank.
 
         Args:
-            numbers: of the rounds after which it failed, or may have.
+            numbers: the numbers of the rounds after which it failed, or may have.
         """
         self._failures.update(numbers)
         reports: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Compare what the ranks have compiled; loaded if there are several."""
+"""Compare the programs that the ranks have compiled; loaded if there are several ranks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def check_program(
     have the same program in the same process groups; otherwise they also exchange descriptions of some 100 bytes.
 
     Args:
-        control: of the model, which has other ranks.
+        control: the control of the model, which several ranks share.
         what: the name of the trace.
-        program: what this rank issues and waits for.
+        program: the collectives that this rank issues and waits for.
         computation: the computation of the trace.
-        guards: whether it may gather kept buckets again.
+        guards: whether the trace may gather kept buckets again.
 
     Raises:
         ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or where they would

@@ -1,30 +1,31 @@
-"""Agreement of one model's ranks: on what they shard and compile, and before collectives on what they are about to run.
+"""Agreement of one model's ranks: on what they shard and compile, and on each set of collectives before it runs.
 
 [Note: Agreement of ranks]
 Before the collectives of a trace, a state dict, a checkpoint and so on, every rank announces which of these it is about
-to run. That is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts the round
-and ``fsdp_agreed`` settles it. With gloo it is settled before the first collective is issued, because gloo aborts the
-process if sizes differ. With NCCL a forward settles it before the first result is waited for, so the round overlaps the
-first gather; a backward, before it sends anything.
+to run. The announcement is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts
+the round and ``fsdp_agreed`` settles it. With gloo, it is settled before the first collective is issued, because gloo
+aborts the process if sizes differ. With NCCL, a forward settles it before the first wait, so the round overlaps the
+first gather; a backward that expects resident buckets settles it before it sends anything.
 
 A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
 match, and with ``process_group_for`` even different programs. ``check_program`` compared the programs when they
 were compiled and numbered those that match.
 
-The token also says, as bits, what this rank has of buckets that need not be gathered: see [Note: Decisions of one rank].
-In a forward that may find what an earlier micro-batch has gathered, that decides what it gathers first, so a rank that has
-it waits for the round at once. A backward expects buckets that forward has kept or left. A rank that has all of them
-computes with them before the round has ended, without a hop. It settles the round before it sends anything, and takes part
-in the gathers of what another rank has lost. A rank that has lost some waits at once, and gathers them first.
+The token also has bits for buckets that need not be gathered if they are resident: see [Note: Decisions of one rank].
+A forward in a window may skip the gather of a bucket that an earlier micro-batch has gathered. If this rank could, it
+waits for the round at once, because the answers decide what it gathers. A backward expects the buckets that forward has
+kept or left. If all of them are resident on this rank, it computes with them before the round has ended. It settles the
+round before it sends anything, and takes part in gathering the buckets that other ranks have lost. A rank that has lost
+some waits at once, and gathers them first.
 
 The token also contains how many more collectives this rank has issued than the traces that it started contain. That is
-0 unless an exception interrupted a trace. Ranks that were interrupted at different collectives would otherwise match
+0 unless an exception interrupted a trace. Otherwise ranks that were interrupted at different collectives would match
 collectives that do not belong together.
 
 [Note: Decisions of one rank]
-Nothing that one rank decides alone changes what it sends. Whatever could make ranks issue other collectives, or reduce other
-gradients, is compared in the token's hash, so that all ranks raise an error, or offered in its bits, and then only what all
-ranks offer is left out. A wrong answer of one rank costs all a gather.
+No decision that one rank makes alone changes what it sends. State that could make ranks issue different collectives, or
+reduce different gradients, is part of the token. If it is in the hash and differs, all ranks raise an error. If it is
+in the bits, only what all ranks offer is left out, so a wrong answer of one rank costs all ranks a gather.
 
 =================================================  ============================================================
 decision                                           where the ranks agree on it
@@ -51,22 +52,22 @@ transform has broken them                          an error here, of which ``ann
 any other call that communicates                   ``rendezvous`` with its name and arguments
 =================================================  ============================================================
 
-With ``agree="compile"`` or ``"never"`` there is no round in a step, so nothing is offered, and each of these is the same in
-all steps: no gather is marked as one that may be left out, a kept bucket that backward no longer has is an error, and a
-parameter has a gradient whether or not it was used.
+With ``agree="compile"`` or ``"never"`` there is no round in a step, and nothing is offered. Then all steps are alike:
+no gather is ever left out, a kept bucket that is lost before backward is an error, and a parameter has a gradient
+whether or not it was used.
 
 With ``ranks_may_differ``, programs, gradients of ``no_sync`` and lost buckets may differ, and nothing is compared when a
 trace is compiled: see [Note: Ranks that differ] in ``extras.ranks_differ.programs``.
 
-These are decided alone, because they change nothing that is sent: whether a cast of a shard is made again, which memory is
-freed, when the host waits.
+Each rank decides alone whether it casts a shard again, which memory it frees, and when the host waits, because these
+decisions change nothing that is sent.
 
 [Note: Comparing texts]
-Whatever ranks compare when they shard or compile, they meet in a round, which detects at once a rank that does something
-else. Its tokens contain a digest of what they compare. If all are the same, nothing more is exchanged, for any number of
-ranks. Otherwise they exchange what the digest is of, in two all-gathers, because other shapes and other process groups may
-be right. If they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all ranks
-raise the same error, and none hangs.
+When ranks shard or compile, they compare texts in a round, which also detects a rank that does something else. The
+tokens contain a digest of the texts. If all digests are the same, nothing more is exchanged, for any number of ranks.
+Otherwise the ranks exchange more detailed digests in two all-gathers, because other shapes and other process groups may
+be right. If they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all
+ranks raise the same error, and none hangs.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ Agreement = Literal["step", "compile", "never"]
 
 
 class Control:
-    """The agreement of the ranks that share one model. This one has no other ranks, and sends nothing.
+    """The agreement of the ranks that share one model. This class is for a single rank, and sends nothing.
 
-    With other ranks it is a ``JointControl``, whose methods say what they do.
+    ``JointControl`` is for several ranks, and documents the methods.
 
     Args:
         group: the ranks.
@@ -124,7 +125,7 @@ class Control:
 
     @property
     def agrees_in_steps(self) -> bool:
-        """Whether the ranks agree before each compiled trace runs; one that is alone decides for all."""
+        """Whether the ranks agree before each compiled trace runs; a single rank does."""
         return True
 
     @property
@@ -133,7 +134,7 @@ class Control:
         return True
 
     def process_group(self, otherwise: ProcessGroupRef) -> dist.ProcessGroup:
-        """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""
+        """Return the process group for torch's own collectives after a round; ``otherwise`` without other ranks."""
         return otherwise.process_group
 
     def rendezvous(self, what: str, *details: str) -> None: ...
@@ -184,7 +185,7 @@ class Control:
 
 
 def hash64(*parts: object) -> int:
-    """Return a hash of values that print alike on all ranks, as an integer for a token."""
+    """Return a 64-bit hash of values, for a token; it depends only on how they print."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
 
 
@@ -193,6 +194,6 @@ _controls: weakref.WeakKeyDictionary[ProcessGroupRef, weakref.ref[Control]] = we
 
 
 def control_of(group: ProcessGroupRef) -> Control:
-    """Return the control whose ``group`` this is, hence of one model; one without other ranks if there is none."""
+    """Return the control whose ``group`` this is, hence of one model; a single-rank one if there is none."""
     known = _controls.get(group)
     return (known and known()) or Control(group)

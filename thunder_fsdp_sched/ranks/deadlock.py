@@ -25,7 +25,7 @@ from .messages import Action, first_difference
 
 
 def find_fault(programs: Mapping[int, Sequence[Action]]) -> str:
-    """Return what prevents these programs, keyed by global rank, from finishing; empty if nothing does.
+    """Return why these programs, keyed by global rank, cannot all finish; empty if they can.
 
     The time is linear in the number of actions.
     """

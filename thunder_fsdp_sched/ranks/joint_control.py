@@ -1,4 +1,4 @@
-"""The agreement of several ranks; loaded if there are several. See [Note: Agreement of ranks] in ``control``."""
+"""The agreement of several ranks; loaded only if there are several. See [Note: Agreement of ranks] in ``control``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class JointControl(Control):
     """The agreement of several ranks that share one model.
 
     Args:
-        channel: of these ranks.
+        channel: the channel of these ranks.
         group, name, title, agreement: see :class:`Control`.
     """
 
@@ -71,7 +71,7 @@ class JointControl(Control):
 
     @property
     def _surplus_issues(self) -> int:
-        """See :class:`IssueCounts`. Only traces that the ranks agree on say how many collectives they contain."""
+        """See :class:`IssueCounts`. Only traces that start with a round count how many collectives they contain."""
         return self.issue_counts.surplus_issues if self.agrees_in_steps else 0
 
     def process_group(self, otherwise: ProcessGroupRef) -> dist.ProcessGroup:
@@ -85,7 +85,7 @@ class JointControl(Control):
         """Wait until all ranks have reached the same call; one round.
 
         Args:
-            what: the call.
+            what: a description of the call.
             details: values that must be the same on all ranks, such as the names of parameters.
 
         Raises:
@@ -109,7 +109,7 @@ class JointControl(Control):
         self._post(same, text, digest, advice)
 
     def rendezvous_in_step(self, what: str, *details: str) -> None:
-        """Meet as :meth:`rendezvous` for a call that steps repeat, if the ranks agree in steps."""
+        """Do the same as :meth:`rendezvous` for a call that is part of each step, if the ranks agree in steps."""
         if self.agrees_in_steps:
             self.rendezvous(what, *details)
 
@@ -141,7 +141,7 @@ class JointControl(Control):
         return tensor.tolist()
 
     def gather_settled(self, what: str, value: Any) -> dict[int, Any]:
-        """Return the objects of all ranks, by global rank, after a round in which all of them learned to exchange them."""
+        """Return the objects of all ranks, by global rank, after a round in which all ranks learned that they do this."""
         return dict(zip(self.group.global_ranks, self._gather(what, value), strict=True))
 
     def _gather(self, what: str, value: Any) -> list[Any]:
@@ -159,15 +159,15 @@ class JointControl(Control):
         return failure
 
     def report(self, what: str, failure: Exception | None, digest: int = 0) -> None:
-        """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; one round.
+        """Tell the other ranks whether this rank's work has failed, and learn whether theirs has; one round.
 
-        A rank on which it failed raises that error.
+        A rank whose work failed raises its own error.
 
         Args:
             digest: a hash for the ranks to compare: see :meth:`all_have`.
 
         Raises:
-            ScheduleDisagreement: it failed on another rank, or a rank does something else.
+            ScheduleDisagreement: the work failed on another rank, or a rank does something else.
         """
         with contextlib.nullcontext() if failure is None else contextlib.suppress(RuntimeError):
             self._tell(what, failure, digest)
@@ -182,12 +182,12 @@ class JointControl(Control):
         self.settle()
 
     def announce(self, what: str, failure: Exception) -> None:
-        """Let the others raise an error in their next round, unless all ranks know of this failure already.
+        """Make the other ranks raise an error in their next round, unless all ranks know of this failure already.
 
-        Ranks on which it failed as well meet in this round, and each raises its own error.
+        Ranks that failed as well meet in this round, and each raises its own error.
 
         Args:
-            what: the work that has failed, for messages.
+            what: a description of the work that has failed, for messages.
         """
         if self.agreement != "never" and not is_known_to_all(failure):
             with contextlib.suppress(RuntimeError):
@@ -226,7 +226,7 @@ class JointControl(Control):
         It is one round if all ranks have the same lines of the same groups; otherwise they also exchange digests.
 
         Args:
-            met: whether a round has just been settled in which all ranks learned that they compare.
+            met: whether all ranks know from a round that has just been settled that they compare.
 
         Raises:
             ScheduleDisagreement: as :meth:`check_same`.
@@ -262,7 +262,7 @@ class JointControl(Control):
         """Wrap work that each rank does alone, so that all ranks raise an error if it fails on any of them.
 
         Raises:
-            ScheduleDisagreement: it failed on another rank; the message has that rank's error.
+            ScheduleDisagreement: the work failed on another rank; the message has that rank's error.
         """
         try:
             yield
@@ -275,7 +275,7 @@ class JointControl(Control):
 
 
 def joint(control: Control) -> JointControl:
-    """Return the control of a model of which it is known that there are other ranks."""
+    """Return ``control``, which must be that of several ranks, with its precise type."""
     assert isinstance(control, JointControl)
     return control
 
@@ -289,10 +289,10 @@ def open_joint_control(group: ProcessGroupRef, name: str, title: str, agreement:
 
 
 def open_channel(group: ProcessGroupRef, name: str) -> Channel:
-    """Return the channel of these ranks, of which there are several, and create one if any of them lacks it.
+    """Return the channel of several ranks, and create one if any of them lacks it.
 
-    It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store: 6 requests of a rank.
-    To create a channel takes 12 more, and those with which gloo connects each rank with all others.
+    It is a collective at the start of ``thunder.jit``, for which the ranks meet at the group's store, with 6 requests
+    each. Creating a channel takes 12 more, besides those with which gloo connects each rank to all others.
 
     Args:
         name: unique to this call, the same on all ranks.

@@ -52,12 +52,12 @@ def first_difference(first: int, ours: Sequence[str], other: int, theirs: Sequen
 
 
 def remark(text: str) -> str:
-    """Return a part of a line that messages show and ranks do not compare."""
+    """Return ``text`` marked as part of a line that messages show but ranks do not compare."""
     return f"\x02{text}\x03"
 
 
 def without_remarks(line: str) -> str:
-    """Return what ranks compare of a line."""
+    """Return the part of a line that ranks compare."""
     return _REMARK.sub("", line)
 
 

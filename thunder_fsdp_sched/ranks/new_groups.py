@@ -1,12 +1,11 @@
-"""Process groups that this package creates beside those of the user.
+"""Process groups that this package creates in addition to the user's.
 
 [Note: Groups created by their members]
 Only the members of an additional group take part in creating it, because all other ranks may be busy with something
 else. After ``init_process_group(device_id=...)``, torch creates each NCCL group by splitting a communicator, which
-hangs unless all ranks of that communicator take part. ``new_group`` splits the communicator of the default group. So a
-twin, which has the same ranks as an existing group, is split from that group (``split_group``), and so are subgroups, all
-at once. A group over the union of several groups uses the backend gloo, which suffices because only single numbers are sent
-on it.
+hangs unless all ranks of that communicator take part. torch's ``new_group`` splits the default group's. So a twin,
+which has the same ranks as an existing group, is split from that group (``split_group``), and so are subgroups, all at
+once. A group over the union of several groups uses gloo, which suffices because only single numbers are sent on it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def new_group(
     timeout: timedelta | None = None,
     parts: list[list[int]] | None = None,
 ) -> ProcessGroupRef:
-    """Create a process group of ``ranks``, destroyed with the group ``parent``; see [Note: Groups created by their members].
+    """Create a group of ``ranks`` that is destroyed with ``parent``; see [Note: Groups created by their members].
 
     Args:
         backend: a backend other than that of ``parent``; the default uses that of ``parent``, with its options.
@@ -58,7 +57,7 @@ def new_group(
     timeout = timeout or timeout_of(parent)
     splits = backend is None and "nccl" in dist.get_backend_config(parent) and splits_default_group()
     members = dist.get_process_group_ranks(parent)
-    owners = list(_companions)  # none is collected below, which would change the number that the members exchange
+    owners = list(_companions)  # keeps all alive: a collected group would change the number that the members exchange
     if splits and parts is None:
         parts = [list(range(len(ranks)))]
         if ranks != members:
@@ -86,7 +85,7 @@ def new_group(
 
 
 def let_belong(group: ProcessGroupRef, parent: dist.ProcessGroup) -> None:
-    """Let a group that was created here live at least as long as the group ``parent``."""
+    """Make a group that was created here live at least as long as the group ``parent``."""
     known = _companions.setdefault(parent, {})
     key = group.description, tuple(group.global_ranks)
     if known.get(key) is not group:
@@ -104,16 +103,16 @@ def _destroy(group: ProcessGroupRef) -> None:
 def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.ProcessGroup]:
     """Bring all members to the same number of known process groups.
 
-    torch derives the name of a group that only its members create from their ranks and the number of groups that the
-    process already knows. Members with different numbers, such as ranks of different expert groups, would wait for each
-    other forever under different names. And where groups were destroyed, the number has decreased, so the name may
-    already be taken. Therefore the members exchange their numbers through the store, and choose a number whose name no
-    group has. Members below that number create groups of only themselves. These are returned, and may be destroyed once
-    the group is created.
+    If only its members create a group, torch derives its name from their ranks and from the number of groups that the
+    process knows. Members with different numbers, such as ranks of different expert groups, would wait for each other
+    forever under different names. And destroying a group decreases the number, so the name may already be taken.
+    Therefore the members exchange their numbers through the store, and choose a number whose name no group has. Members
+    below that number create groups of only themselves. These are returned, and may be destroyed once the group is
+    created.
 
     Args:
         ranks: the members.
-        named_after: the members' ranks as torch puts them into the name.
+        named_after: the members' ranks as they appear in the name.
     """
     world = default_group()
     if world.is_fake:

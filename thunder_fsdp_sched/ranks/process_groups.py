@@ -1,4 +1,4 @@
-"""Process groups: references to them, the ranks that share a bucket, and their end.
+"""Process groups: references to them, the ranks that share a bucket, and cleanup at exit.
 
 [Note: Weak references to process groups]
 ``destroy_process_group`` joins a group's threads only when the last reference to the group is gone. Models, buckets and
@@ -7,10 +7,10 @@ traces live until the interpreter shuts down, so they refer to process groups we
 [Note: Gloo threads at exit]
 A gloo thread that releases the tensors of its last collective needs the interpreter's lock. Once the interpreter is
 shutting down, acquiring the lock terminates the thread inside a destructor, and the process aborts (SIGABRT). So at exit
-the gloo groups that this package has used are aborted and destroyed; other groups are left alone. The default group cannot
-be destroyed without the others, so it is only aborted then. After an uncaught error, frames of torch and of this package in
-the traceback still refer to the groups; their local variables are cleared, those of the user's frames are not. Groups that
-also have another backend are not destroyed, because that could wait for other ranks.
+the gloo groups that this package has used are aborted and destroyed. Other groups are left alone, and so are those with
+a second backend, because destroying them could wait for other ranks. The default group cannot be destroyed without the
+others, so if some are left alone, it is only aborted. After an uncaught error, frames of torch and of this package in
+the traceback still refer to the groups; their local variables are cleared, those of the user's frames are not.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class PlannedRanks(NamedTuple):
-    """The ranks for which a fake group stands.
+    """The ranks that a fake group represents.
 
     By default they have torch's default backends, and parameters on the meta device are on GPUs.
 
     Attributes:
-        backends: of their groups, one name for all device types, or ``"cpu:gloo,cuda:nccl"``.
-        device_type: of what computes, ``"cpu"`` or ``"cuda"``; empty if it follows from the device of the parameters.
+        backends: the backends of their groups, one name for all device types, or ``"cpu:gloo,cuda:nccl"``.
+        device_type: the type of device that computes, ``"cpu"`` or ``"cuda"``; empty if the parameters' devices decide.
     """
 
     backends: str = "cpu:gloo,cuda:nccl,meta:nccl"
@@ -57,14 +57,14 @@ class PlannedRanks(NamedTuple):
 _BY_PARAMETERS = PlannedRanks()
 
 _planned: weakref.WeakKeyDictionary[dist.ProcessGroup, PlannedRanks] = weakref.WeakKeyDictionary()
-"""Those that ``plan_for`` has given, keyed by the default group."""
+"""The ranks that ``plan_for`` was given, keyed by the default group."""
 
 
 def plan_for(planned: PlannedRanks) -> None:
-    """Let the fake groups of this process stand for groups of these ranks, as long as its default group exists.
+    """Let the fake groups of this process represent groups of these ranks, as long as its default group exists.
 
-    What ranks compile depends on their backend: a plan chooses the transport that they choose, and refuses a dtype that
-    they cannot send. What they allocate depends on their device.
+    The backend affects what ranks compile: a plan chooses the transport that they choose, and refuses a dtype that they
+    cannot send. The device affects what they allocate.
     """
     assert dist.group.WORLD is not None
     _planned[dist.group.WORLD] = planned
@@ -94,7 +94,7 @@ class ProcessGroupRef:
         """Return the description of ``group``, of which this process is a member.
 
         Raises:
-            ValueError: its ranks do not ascend, as those of groups of the same ranks that are created here do.
+            ValueError: its ranks do not ascend, unlike those of groups that are created here with the same ranks.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks != tuple(sorted(ranks)):
@@ -125,8 +125,8 @@ class ProcessGroupRef:
     def backend_for(self, device: torch.device) -> str:
         """Return the backend that sends tensors on ``device``, ``"gloo"`` or ``"nccl"``; empty if it has none.
 
-        A fake group answers for the ranks for which this process compiles. Tensors on the meta device are not sent. They
-        count as having a backend if it is given, or if all device types share one.
+        A fake group answers for the ranks that it represents. Tensors on the meta device are not sent; their backend is
+        the one given for ``meta``, or the one that all device types share.
         """
         backends = self.planned.backends if self.is_fake else self.backends
         by_type = _by_type(backends)
@@ -139,7 +139,7 @@ class ProcessGroupRef:
     def device_type_for(self, device: torch.device) -> str:
         """Return the type of device, ``"cpu"`` or ``"cuda"``, that computes with parameters on ``device``.
 
-        A fake group answers for the ranks for which this process compiles.
+        A fake group answers for the ranks that it represents.
         """
         if self.is_fake and self.planned.device_type:
             return self.planned.device_type
@@ -266,7 +266,7 @@ def _register_exit_hook() -> None:
 
 
 def _forget_exit_hook() -> None:
-    atexit.unregister(_destroy_at_exit)  # inherited ones cannot be destroyed
+    atexit.unregister(_destroy_at_exit)  # inherited groups cannot be destroyed
     _register_exit_hook.cache_clear()
 
 

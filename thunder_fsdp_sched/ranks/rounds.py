@@ -1,8 +1,8 @@
 """The actions that ranks announce in rounds, and the error if these differ: see [Note: Rounds] in ``channel``.
 
 [Note: Known failures]
-Failures of this rank that all ranks know of are marked, so that whatever they pass through need not announce them again.
-A mark counts only for the work in which it was made: a program may keep an exception and raise it again in a later step.
+An exception of which all ranks know is marked, so that no handler announces it again. The mark counts only during the
+work in which it was made: a program may keep an exception and raise it again in a later step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _work = 0  # how often this process has begun work whose failure it would announ
 
 
 def begin_work() -> None:
-    """Note that work begins whose failure the other ranks do not know of, whichever exception it raises."""
+    """Note that new work begins: the other ranks know of none of its failures, even if it raises a marked exception."""
     global _work
     _work += 1
 
@@ -26,7 +26,7 @@ def known_to_all(error: Exception) -> Exception:
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Return whether all ranks have raised this error in the present work, or that which has caused it."""
+    """Return whether all ranks have raised this error in the present work, or the error that has caused it."""
     while error is not None:
         if getattr(error, "_is_known_in_work", None) == _work:
             return True
@@ -35,13 +35,13 @@ def is_known_to_all(error: BaseException | None) -> bool:
 
 
 TOKEN = struct.Struct("<5q")
-"""The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
-of what ranks must have in common if they have that (the exact computation), bits that may differ, of which those
-count that all ranks have set, and a hash of what the ranks exchange unless it is the same on all of them."""
+"""The format of a token: a hash of all that must be the same on all ranks; a hash of the inputs, which may differ; a
+hash of the exact computation, which must be the same on ranks with the same inputs; offered bits, which count if all
+ranks set them; and a hash of data that the ranks exchange only if the hashes differ."""
 
 
 class ScheduleDisagreement(RuntimeError):
-    """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
+    """The error for ranks that do different things: their schedules or traces differ, or some ranks did not come."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -69,7 +69,7 @@ class RoundAction:
 
     @property
     def remembered(self) -> RoundAction:
-        """The action whose description a channel keeps until its next round, without what belongs to a module."""
+        """An action with the same description that keeps no module alive, for the channel to keep until its next round."""
         return self
 
     def cancel(self) -> None:
@@ -79,7 +79,7 @@ class RoundAction:
         """Act on the bits that all ranks have offered, once the round is settled.
 
         Args:
-            alike: whether the last hash of all tokens is the same.
+            alike: whether the last hash of the token is the same on all ranks.
         """
 
 
@@ -103,12 +103,12 @@ class IssueCounts:
 
     @property
     def surplus_issues(self) -> int:
-        """How much has been issued beyond what was expected: 0 unless an exception interrupted a trace."""
+        """The issues beyond those that were expected: 0 unless an exception interrupted a trace."""
         return self.issued - self.expected
 
 
 def after_surplus(surplus_issues: int) -> str:
-    """Return what a description of an action ends with if an exception interrupted a trace before it."""
+    """Return the end of an action's description that tells of an earlier interrupted trace; usually empty."""
     if not surplus_issues:
         return ""
     number, compared = f"{abs(surplus_issues) / 2:g}", "fewer" if surplus_issues < 0 else "more"

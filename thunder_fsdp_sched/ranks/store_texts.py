@@ -1,4 +1,4 @@
-"""Texts that ranks exchange through a store, when there is no channel or it is broken."""
+"""Exchange of texts through a store, for ranks whose channel does not exist yet or is broken."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.distributed_c10d import Store
 def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, patience: timedelta) -> dict[int, str]:
     """Publish this rank's text in a store; return those of the ranks that publish theirs in time, keyed by rank.
 
-    It takes 6 requests of a rank, and of one rank 7 more, whatever the number of ranks. Texts other than that of the first
-    rank to come are read by all ranks.
+    Each rank makes 6 requests, and one rank 7 more, for any number of ranks. All ranks read the text of the first rank
+    to come, and every text that differs from it.
 
     Args:
-        prefix: no rank may use it twice, because ranks are counted, and the last to read deletes what has been published.
+        prefix: no rank may use it twice, because ranks are counted, and the last one to read deletes the texts.
     """
     return publish_text(store, prefix, ranks, text)(patience)
 

@@ -304,8 +304,7 @@ class Bucket:
         """Return whether the bucket is resident in ``slot``, so that a gather need not send anything.
 
         Args:
-            in_window: whether it is for a forward, which an earlier micro-batch has gathered for; otherwise it is for
-                the running backward.
+            in_window: whether it is for a forward in a window; otherwise it is for the running backward.
         """
         contents = slot.arena.contents.get(slot)
         if contents is None and in_window and (flight := slot.arena.gather_in(slot)) is not None:
