@@ -25,7 +25,7 @@ from .runtime.traced_inputs import TracedInputs
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of one compilation: those of the options, or what the search has chosen.
+    """The settings of one compilation, from the options or chosen by the search.
 
     Attributes:
         prefetch: how many prefetch steps ahead gathers are issued.
@@ -49,7 +49,7 @@ Item = TypeVar("Item")
 
 
 class OfCalls(list[Item]):
-    """What calls of a model have compiled, oldest first. Before the first call it is empty, and an index says so."""
+    """The results of a model's compilations, oldest first. Before the first call, an index raises an error that says so."""
 
     def __getitem__(self, index: Any) -> Any:
         if not self and not isinstance(index, slice):
@@ -61,7 +61,7 @@ _TRACES = ("differentiated", "joint", "forward_before", "forward", "backward_bef
 
 
 def _none() -> None:
-    """Return the value of a trace that there is not; the class has no attribute for it, so that deleting it is noticed."""
+    """Return the default of a trace. With a factory, the class has no such attribute, so a deleted trace is noticed."""
 
 
 def _operands_of(bsym: BoundSymbol) -> SimpleNamespace:
@@ -73,21 +73,22 @@ def _operands_of(bsym: BoundSymbol) -> SimpleNamespace:
 class CompiledTraces:
     """The traces and schedules compiled for one set of input shapes and flags.
 
-    A transform keeps the traces of the sets that were compiled last, and those of all sets with ``max_memory``. Of older
-    sets it keeps the schedules and what a prediction of memory needs of ``others``; asking for their traces is an error.
+    A transform keeps the traces of the sets that were compiled last; with ``max_memory``, those of all sets. Of older
+    sets it keeps the schedules, and what the prediction of memory for others needs; reading their traces is an error.
 
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
         number: how many sets were compiled earlier.
         call: the inputs and flags.
-        settings: those with which it was compiled.
+        settings: the settings with which it was compiled.
         choice: the outcome of ``prefetch="auto"`` or ``max_memory``, a
             :class:`~thunder_fsdp_sched.extras.planning.search.Choice`; ``None`` without them.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
         traced: the fingerprint of what Thunder has traced (see ``capture.traced_computation``), to find later compilations
             that can share ``differentiated``; ``None`` if none can.
-        inputs: what the program has read from its inputs; ``None`` if the other mode of ``no_sync`` needs another trace.
-        shares: the number of the earlier compilation whose joint trace was used again; ``None`` if Thunder differentiated.
+        inputs: what the program has read from its inputs; ``None`` if the other mode of ``no_sync`` needs another
+            trace.
+        shares: the number of the earlier compilation whose joint trace was reused; ``None`` if there was none.
         differentiated: the joint trace as Thunder has made it, with one ``fsdp_unshard`` for each parameter.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
@@ -95,7 +96,7 @@ class CompiledTraces:
         forward_schedule, backward_schedule: the communication of these traces, as values.
         pass_seconds: processor time (seconds) of each pass, keyed by its name.
         buckets: the buckets of the module.
-        attached: what extras keep with these traces, each under a name of its own, under which it is an attribute as well.
+        attached: objects that extras keep with these traces, by names under which they are attributes as well.
     """
 
     no_sync: bool
@@ -142,10 +143,11 @@ class CompiledTraces:
                 them runs blocks that another one skips.
             others: other traces of the module that have run. What they keep allocated between steps counts: arenas,
                 casts of shards, receive buffers.
-            merged: take the merged traces where there are some. Then it is the memory if other ranks need everything in
-                which these take part; usually it is less. Two things are not in it: copies that gathers for others send, of
-                offloaded or encoded buckets, may stay for longer, those of ``merging.SERVED_IN_FLIGHT`` buckets at
-                most; and what only other ranks have accumulated of buckets that no program of the step reduces.
+            merged: use the merged traces where there are some. Then the result holds if other ranks need all
+                collectives in which these take part; usually memory is less. It leaves out two things. Copies of
+                offloaded or encoded buckets that are sent for other ranks may stay longer, those of at most
+                ``merging.SERVED_IN_FLIGHT`` buckets. And only other ranks may have accumulated gradients of a bucket
+                that no program of the step reduces.
         """
         earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else [*accumulated]
         others = [*others]
@@ -166,13 +168,13 @@ class CompiledTraces:
 
     @property
     def bsyms(self) -> Sequence[Any]:
-        """The bound symbols of the traces that run. Of traces that were forgotten, what effects and costs of this package's
-        are made of, and ``None`` for the others.
+        """The bound symbols of the traces that run. Of forgotten traces, only the operands of this package's symbols,
+        which effects and costs need, and ``None`` for the others.
         """
         return self._bsyms or [bsym for trace in self.traces for bsym in trace.bound_symbols]
 
     def forget_traces(self) -> None:
-        """Free the traces, which take most of the memory of a compilation, except for what other steps ask for."""
+        """Free the traces, which take most of a compilation's memory, except for what other compilations need."""
         if self._bsyms is None:
             if self.choice is not None and self.no_sync:
                 _ = self.pending_grads  # which later searches ask for

@@ -12,10 +12,10 @@ live at once. With several sizes the result may exceed the lower bound, which is
 ``step_memory`` reports both.
 
 [Note: Room for the first gradients]
-Backward begins with the gradients of the bucket that forward gathered last, often a large head's, while the buckets
-before it are still resident where forward left them. Gradients in a wider dtype than parameters do not fit into the place
-of their parameters, and next to these are other buckets. So forward's layout is mirrored if the arena then has to grow less
-for them: with their parameters at the top, they also use what backward needs beyond.
+Backward begins with the gradients of the bucket that forward gathered last, often that of a large head, while the
+buckets gathered before it are still resident. Gradients in a wider dtype than parameters do not fit into the range of
+their parameters, and the next range holds another bucket. So forward's layout is mirrored if the arena then has to grow
+less: with these parameters at the top, their gradients extend into the memory that backward adds.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ def assign_slots(
     See [Note: Interval allocation].
 
     Args:
-        kept_buckets: those that stay unsharded (ZeRO-2). They are gathered into private slots, where their gradients
-            replace them if that is safe. The others, and all other gradients, share an arena.
+        kept_buckets: the buckets that stay unsharded (ZeRO-2). They are gathered into private slots, where their
+            gradients replace them if that is safe. The others, and all other gradients, share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
         forward: for a backward trace, its forward trace with slots.
-        reuses: whether backward may find what forward leaves. See [Note: Buckets left by forward] in ``reuse_from_forward``.
+        reuses: whether backward may reuse forward's buckets: [Note: Buckets left by forward] in ``reuse_from_forward``.
         release: whether a step frees the memory; one without a backward then gathers kept buckets like the others.
         trains: whether the step has a backward.
-        backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward
-            allocates. See [Note: Memory that only backward needs] in ``release_slots``.
+        backward_arena: whether only backward allocates memory for its slots that do not fit into forward's memory. See
+            [Note: Memory that only backward needs] in ``release_slots``.
     """
     if release and not trains:
-        kept_buckets = ()  # another forward may wait for its backward in the private slots, and this one would free them
+        kept_buckets = ()  # private slots may hold the buckets of a forward whose backward is still to come
     ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept_buckets}
     if kept_buckets and forward is not None:
@@ -116,7 +116,7 @@ def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) ->
 class _Resident(NamedTuple):
     """A bucket that is resident longer than it is read: up to the end of forward, or from the start of backward.
 
-    ``offset`` is the one (bytes) that it must have to be resident from forward.
+    ``offset`` (bytes) is where forward left it, and where it must stay.
     """
 
     live: Lifetime
@@ -133,7 +133,7 @@ class _ArenaLimits(NamedTuple):
 def _offsets(trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, *, trains: bool) -> dict[int, int]:
     """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit.
 
-    Where one more does not fit, it may replace the previous one if it is larger.
+    A bucket that does not fit in addition may replace the previous one if it is larger.
     """
     best = shared.offsets()
     assert best is not None
@@ -197,14 +197,14 @@ def _end_of_first_grads(resident: Sequence[_Resident], offsets: Mapping[int, int
 
 
 class _SharedSlots:
-    """The shared slots of a trace, to be laid into arenas.
+    """The shared slots of a trace, which are to be placed in arenas.
 
     Args:
-        ranges: when each of them is in use.
+        ranges: the live range of each slot.
         arena_split: an offset (bytes) that no slot may cross.
 
     Attributes:
-        gather_of: the issue of each reduction that can use the slot of a gather of its bucket, with that of the gather.
+        gather_of: for reductions that can use the slot of a gather of their bucket, that gather's issue, by their own.
     """
 
     def __init__(self, ranges: Sequence[Lifetime], arena_split: int | None) -> None:
@@ -215,7 +215,7 @@ class _SharedSlots:
     def offsets(self, resident: Sequence[_Resident] = (), limits: _ArenaLimits | None = None) -> dict[int, int] | None:
         """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory.
 
-        ``None`` if limits are given and exceeded.
+        Return ``None`` if limits are given and exceeded.
         """
         ranges = self.ranges | {r.live.issue: r.live for r in resident}
         fixed = {r.live.issue: r.offset for r in resident if r.offset is not None}

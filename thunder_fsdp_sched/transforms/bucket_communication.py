@@ -132,7 +132,7 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol]) -> Sequence[BoundS
 def _reduce(
     bucket: Bucket, grads: Sequence[TensorProxy | None], reduces: dict[int, BoundSymbol], across: Any
 ) -> list[BoundSymbol]:
-    """Return what reduces the gradients of a bucket; ``across`` adds the reduction across replicas, if there are some."""
+    """Return the statements that reduce a bucket's gradients; ``across`` adds the all-reduce if there are replicas."""
     future: Proxy = fsdp_reduce_scatter.meta(bucket, None, *grads)
     emitted = [fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)]
     if bucket.ranks.replicas is not None:

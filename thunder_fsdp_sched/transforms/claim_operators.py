@@ -1,10 +1,10 @@
-"""Executors claim the operators of the joint trace, and kernels compute only the gradients that something reads.
+"""Let executors claim the operators of the joint trace, and kernels skip gradients that nothing reads.
 
 [Note: Operators are claimed once]
-Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for communication of
-its own, and again for the trace that runs. Each time, every operator is decomposed and its parts are traced anew, which
-takes as long as tracing a model with repeated blocks. ``PassExecutor`` therefore claims all operators as they are, and they
-are claimed here for the executors that follow, in Thunder's order and by Thunder's function.
+Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for Thunder's own
+communication, and again for the trace that runs. Each time, every operator is decomposed and its parts are traced anew,
+which takes as long as tracing a model with repeated blocks. So ``PassExecutor`` claims all operators unchanged, and
+this pass lets the other executors claim them, in Thunder's order and with Thunder's function.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..private_thunder import claim
 
 
 def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor]) -> TraceCtx:
-    """Return the trace with its operators claimed by ``executors``, the first that can, without dead code.
+    """Let each operator be claimed by the first of ``executors`` that can, and eliminate dead code.
 
     Args:
         trace: the joint trace as Thunder has differentiated it (forward alone without gradients).
-        executors: in order of priority.
+        executors: the executors, in order of priority.
     """
     return dce(with_caches(claim(_without_zeros_of_no_shape(trace), executors)))
 

@@ -6,17 +6,17 @@ tracing all blocks of a model one after the other. So Thunder is handed a trace 
 (``without_computation``), and this pass calls Thunder's own functions for the real one, in Thunder's order:
 
 1. Bound symbols are tagged with the calls of modules that have added them; see [Note: Regions] in
-   ``capture.bound_symbols``. Regions of equal structure repeat, also if their modules could not be traced once.
+   ``capture.bound_symbols``. Regions of equal structure repeat, even if each of their modules had to be traced.
 2. Thunder differentiates one region of each kind as a computation by itself, and its operators are claimed.
 3. Each region is replaced by one ``fsdp_run``. Its grad rule makes one for its forward and one for its backward, so
    Thunder differentiates the rest of the computation around them.
 4. Each of these is replaced by copies of the bound symbols of step 2. Then dead code is eliminated.
 
-The result is the joint trace that Thunder makes of the whole computation, up to names, also in the order in which
-gradients of one value are added. A region does not repeat if that could differ: if a bound symbol changes something in
-place, is recomputed in backward or belongs to ``checkpoint``; if an executor or a rule is not known to give the same
-result each time (``_repeatable``). Nor does a region whose input gets another gradient from bound symbols after it,
-since that gradient would have to be added in between.
+Up to names, the result is the joint trace that Thunder makes of the whole computation. Even the gradients of one value
+are added in the same order. A region does not count as repeated if the result could differ: if a bound symbol changes
+something in place, is recomputed in backward or belongs to ``checkpoint``; if an executor or a rule is not known to
+give the same result each time (``_repeatable``); or if an input also gets a gradient from bound symbols after the
+region, which would have to be added in between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     Runs on the computation after ``insert_unshard``, in place of Thunder's autograd and ``claim_operators``.
 
     Args:
-        executors: those that claim operators, in order of priority.
+        executors: the executors that claim operators, in order of priority.
         has_gradients: whether there is a backward.
     """
     trace = dce(trace)
@@ -105,9 +105,9 @@ _ONLY_ALONE = {OpTags.IN_PLACE, OpTags.DONT_DCE}
 
 
 def _repeatable(executors: Sequence[Executor]) -> Callable[[BoundSymbol], bool]:
-    """Return whether executors claim a bound symbol, and Thunder differentiates it by itself, in the same way each time.
+    """Return a function that tells whether a bound symbol is claimed and differentiated in the same way each time.
 
-    They may not if an executor keeps state, or if an executor or a rule belongs neither to Thunder nor to this package.
+    It may not be if an executor keeps state, or if one of them or a rule is neither Thunder's nor this package's.
     """
 
     @cache
@@ -161,7 +161,7 @@ class _RegionProgram(NamedTuple):
         inputs: the proxies that it reads.
         output: its result.
         forward: the bound symbols that compute it.
-        saved: what they define and backward reads.
+        saved: their other results that backward reads.
         grad: the gradient of the result.
         backward: the bound symbols that compute the gradients of inputs.
         grads: for each input, its gradient; ``None`` if it has none.
@@ -176,7 +176,7 @@ class _RegionProgram(NamedTuple):
     grads: tuple[TensorProxy | None, ...]
 
     def results(self, part: _Part) -> tuple[TensorProxy, ...]:
-        """Return the results of a part; of backward, each once: the result's own gradient may be that of an input."""
+        """Return the distinct results of a part; ``grad`` is none of backward's, even if it is the gradient of an input."""
         if part == "backward":
             return tuple({g.name: g for g in self.grads if g is not None and g is not self.grad}.values())
         return (self.output, *self.saved) if part == "forward" else (self.output,)
@@ -233,10 +233,10 @@ def _defines(bsyms: Sequence[BoundSymbol], proxy: Proxy) -> bool:
 
 
 class _RegionCall:
-    """A region that is computed by a program: the opaque argument of ``fsdp_run``. Thunder would flatten a dataclass.
+    """A region that a program computes: the opaque argument of ``fsdp_run``. Thunder would flatten a dataclass.
 
     Attributes:
-        parameters: the region's parameters, by those of the program.
+        parameters: the region's parameters, keyed by those of the program.
         needed: for each input, whether its gradient is needed.
     """
 
@@ -254,7 +254,7 @@ class _RegionCall:
 
 
 def _expand(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
-    """Return what runs in place of a call: copies of a program's bound symbols."""
+    """Return copies of a program's bound symbols that replace a call."""
     call, part, *arguments = bsym.args
     program, results = call.program, call.program.results(part)
     read = (program.grad, *program.inputs, program.output, *program.saved) if part == "backward" else program.inputs

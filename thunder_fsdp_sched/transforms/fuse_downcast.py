@@ -29,8 +29,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     """Gather a bucket in lower precision if only casts to that precision read its parameters, and drop the casts.
 
     Runs on the joint trace after ``bucket_communication``, so each bucket has one gather, and before
-    ``regather_for_backward``. Does nothing if no parameter is read by casts alone, as under autocast. Before, under
-    autocast to bfloat16::
+    ``regather_for_backward``. Does nothing unless a parameter is read by casts alone. Before, under autocast::
 
         ft723 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_0_weight, ...)  # 320 bytes float32
         (t506, t509, t540, t543,) = fsdp_wait_params(bucket_blocks_0, ft723)
@@ -65,7 +64,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
             else:
                 others.update(read)
     new = with_bound_symbols(trace, (), "fsdp: fuse downcasts with gathers")
-    instead: dict[int, list[BoundSymbol]] = {}  # of gathers, their waits and casts
+    instead: dict[int, list[BoundSymbol]] = {}  # the replacements of gathers, waits and casts, by `id`
     swaps: dict[str, Proxy] = {}
     with tracectx(new):
         for gather, wait in gathers:
@@ -84,16 +83,16 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
 
 
 def _is_long(spec: BucketSpec) -> bool:
-    """Return whether a cast could save bytes; an encoded bucket has fewer, and casting before it would round twice."""
+    """Return whether a cast could save bytes. Encoded buckets send fewer anyway, and a cast before would round twice."""
     return spec.param_dtype.itemsize > 2 and spec.gather_wire is None
 
 
 def _fusable(
     wait: BoundSymbol, casts: Mapping[str, list[_Downcast]], others: Collection[str]
 ) -> tuple[dict[int, list[_Downcast]], list[int]]:
-    """Return the casts that a gather in lower precision makes superfluous, by parameter, and which others are read.
+    """Return the casts that a gather in lower precision makes redundant, by parameter, and the other parameters read.
 
-    There are none if both gathers would send more bytes than one.
+    Return none if the two gathers would send more bytes than the one before.
     """
     bucket = bucket_of(wait)
     found = {i: casts[p.name] for i, p in enumerate(wait.output) if p.name in casts and p.name not in others}

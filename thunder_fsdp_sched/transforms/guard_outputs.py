@@ -19,7 +19,7 @@ from ..ir.symbols import LEAF, fsdp_detached, fsdp_guard_backward
 
 
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -> TraceCtx:
-    """Insert ``fsdp_guard_backward`` into the epilogue, which gets the outputs when they are connected to autograd.
+    """Insert ``fsdp_guard_backward`` into the epilogue, which runs when the outputs are connected to autograd.
 
     Runs on the epilogue after ``detach_constants`` and before ``shard_prologue``. Before::
 
@@ -42,9 +42,9 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -
 def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
     """Detach results that need no gradient, where forward returns them or assigns them to attributes.
 
-    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. What the program keeps of them
-    would keep all that backward has saved, and a later call that reads such an attribute would differentiate this call as
-    well. Before::
+    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. A result that the program
+    keeps would keep all tensors saved for backward alive, and a later call that reads it from an attribute would
+    differentiate this call as well. Before::
 
         module.mask = t3
         return {'loss': t9, 'mask': t3}
@@ -87,11 +87,11 @@ def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
 def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]:
     """Return for each tensor among the inputs of a computation the outputs that it ``reached``, as bits.
 
-    An operator connects all that it reads with all that it returns and that has a gradient, as a node of autograd does.
-    Outputs that the program neither returns nor assigns to an attribute, such as new values of buffers, do not count.
-    Nothing if all inputs that require a gradient reach the same outputs. A leaf module connects its inputs; which of its
-    parameters it connects is known when it has run, so for each leaf there are the outputs that each of its own
-    reaches, ``by_leaves``.
+    An operator connects its inputs with all of its outputs that have a gradient, as a node of autograd does. Outputs
+    that the program neither returns nor assigns to an attribute, such as new values of buffers, do not count. If all
+    inputs that require a gradient reach the same outputs, nothing is returned. A leaf module connects its inputs; which
+    of its parameters it connects is known only when it has run. So ``by_leaves`` has, for each output of a leaf, the
+    outputs of the computation that it reaches.
 
     Args:
         computation: as Thunder has traced it.
@@ -122,7 +122,7 @@ def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]
 
 
 def _returned(epilogue: TraceCtx) -> set[str]:
-    """Return the names of what the epilogue returns, and of the parts of objects that it makes, such as dataclasses."""
+    """Return the names of the values that the epilogue returns, and of parts of objects that it makes and returns."""
     returned = set(args_of(return_of(epilogue)))
     for bsym in reversed(epilogue.bound_symbols):
         if not returned.isdisjoint(outs_of(bsym)):

@@ -20,14 +20,14 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
     """Insert ``fsdp_agree`` at the start, and ``fsdp_agreed`` before the first collective or before the first wait.
 
     Runs after ``verify`` and before ``end_backward``, on both traces, if the model has several ranks and at least one
-    of them communicates in this trace. With ``before_issue``, the trace then begins so, before its first gather::
+    of them communicates in this trace. With ``before_issue``, these statements stand before its first gather::
 
         fsdp_agree(forward_0)
         fsdp_agreed(forward_0)
 
-    A backward that expects buckets, kept ones or those that forward has left, settles before it sends anything, because
-    buckets that one rank has lost are gathered again before that. A rank that has lost some settles at the start. The others
-    compute in the meantime: a gather that finds its bucket resident sends nothing.
+    A backward that expects resident buckets, which forward has kept or left, settles before it sends anything, because
+    lost buckets are gathered again before that. A rank that has lost some settles at the start. The others compute in
+    the meantime, because the gather of a resident bucket sends nothing.
 
     The two statements are one round, which takes each of W ranks ceil(log2 W) messages, one after the other.
 
@@ -59,7 +59,7 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
 
 
 def describe(start: TraceStart, of_all: Sequence[Effects]) -> None:
-    """Let the start of a trace know its buckets that ranks may have to agree on, from the effects of its bound symbols."""
+    """Tell the start of a trace the buckets on which ranks may have to agree, from the effects of its bound symbols."""
     start.pending_grad_buckets = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
     accumulates = any(e.leaves for e in of_all)  # then it returns no gradients
     start.ending = [

@@ -51,8 +51,8 @@ def insert_unshard(
         shards: this rank's shard of each parameter, keyed by each of its names.
 
     Raises:
-        NotImplementedError: the model changes a sharded parameter in place, or reads by position in memory what is
-            cloned here.
+        NotImplementedError: the model changes a sharded parameter in place, or reads a value that is cloned here by its
+            position in memory.
         ValueError: an operator such as ``as_strided`` reads a parameter by position in memory, and the parameter was not
             contiguous before sharding.
     """
@@ -66,7 +66,7 @@ def insert_unshard(
             tied.setdefault(locations[name], []).append(arg)
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
-    names: dict[str, str] = {}  # of each unsharded value, by its name
+    names: dict[str, str] = {}  # the parameter's name, by that of the unsharded value
     strided: dict[str, StridedView] = {}  # those that were not contiguous at the start of their storage
     from_params: set[str] = set()  # values that derive from parameters alone
     copies: dict[Any, TensorProxy] = {}  # clones of views that backward could not recompute
@@ -108,7 +108,7 @@ def insert_unshard(
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
             bsym = bsym.from_bsym_swap_proxies(copies, skip_output=True) if copies else bsym
             seen.append(bsym)
-            # Facts of operators take long to find, and no other operator can return a view of a parameter, or write to one.
+            # Finding facts takes long, and other operators can neither return a view of a parameter nor write to one.
             if copies or not views.isdisjoint(args_of(bsym)):
                 aliases.add(bsym)
                 model_aliases.add(bsym)

@@ -138,10 +138,7 @@ def _is_compute(bsym: BoundSymbol) -> bool:
 
 @dataclass(eq=False)
 class _Comm:
-    """A collective and its wait, to be placed before compute number ``position`` of their half.
-
-    Unless they are ``moved``, they stay where they are.
-    """
+    """A collective and its wait, to be placed before compute number ``position`` of their half if they are ``moved``."""
 
     bsyms: list[BoundSymbol]
     position: int

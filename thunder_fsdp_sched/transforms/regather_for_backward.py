@@ -1,13 +1,13 @@
-"""Save less for backward: it gathers parameters again (ZeRO-3), and computes again what derives from them or is chosen.
+"""Gather parameters again in backward (ZeRO-3), and recompute values that derive from them or are chosen.
 
 [Note: Recomputation of values]
 ``max_memory`` chooses values of forward that backward computes again instead of reading what forward has saved
 (``extras.planning.recomputation``). This pass repeats the operators that compute them, right before their first reader in
 backward. So recomputation is by value, not by module: an operator runs again only if something in backward needs it.
-Operators and inputs are those of forward, so the values have the same bits. Only operators qualify that are known to be
-pure, so none that draws random numbers, writes to an input or communicates; what they return is saved. Regions of
-``torch.utils.checkpoint`` are recomputed by Thunder, before this pass, and stay as they are; see [Note: One sample] in
-``mends.random_draws``.
+Operators and inputs are those of forward, so the values have the same bits. Only operators that are known to be pure
+qualify: they draw no random numbers, write to no input and do not communicate. Results of all others are saved. Regions
+of ``torch.utils.checkpoint`` are recomputed by Thunder, before this pass, and stay as they are; see [Note: One sample]
+in ``mends.random_draws``.
 
 [Note: Twice, before and after fusion]
 The pass runs on the joint trace before the fusion executors, so that regions of backward already read parameters that
@@ -61,8 +61,8 @@ def regather_for_backward(
         t123 = torch.matmul(t122, bw_t117)
 
     A value that derives from parameters and constants alone, such as a transposed weight, is recomputed in backward
-    from the parameters gathered there. Its name gets the prefix ``bw_``. So are the values in ``recomputed``: see
-    [Note: Recomputation of values].
+    from the parameters gathered there. Its name gets the prefix ``bw_``. Values in ``recomputed`` are treated alike:
+    see [Note: Recomputation of values].
 
     Args:
         kept_buckets: buckets that stay unsharded from forward to backward.
@@ -88,7 +88,7 @@ class BackwardCopies:
 
     Attributes:
         new: the trace that gets the copies.
-        replacements: the proxies that take the place of forward's in backward, by the names of those.
+        replacements: the proxies that replace forward's in backward, keyed by the names of forward's.
     """
 
     def __init__(self, new: TraceCtx) -> None:
@@ -96,11 +96,11 @@ class BackwardCopies:
         self.replacements: dict[str, Proxy] = {}
 
     def need(self, name: str) -> None:
-        """Add what computes a value again, if it is one of those, before its first reader."""
+        """Add the bound symbols that compute a value again, if it is to be recomputed, before its first reader."""
         raise NotImplementedError
 
     def add_reader(self, bsym: BoundSymbol) -> None:
-        """Add a bound symbol of backward that was there before, and what it needs."""
+        """Add an original bound symbol of backward, after what it needs."""
         if reads_memory(bsym):
             for name in args_of(bsym):
                 self.need(name)
@@ -119,7 +119,7 @@ class BackwardCopies:
         self.new.bound_symbols.append(bsym)
 
     def repeat(self, bsym: BoundSymbol) -> None:
-        """Add a copy of a bound symbol of forward, unless all that it defines has been computed for another value."""
+        """Add a copy of a bound symbol of forward, unless all of its results have been computed again already."""
         if all(name in self.replacements for name in outs_of(bsym)):
             return
         for part in nested([bsym]):
@@ -136,8 +136,8 @@ class _Regather(BackwardCopies):
         self.kept_buckets = kept_buckets
         self.recomputed = recomputed
         self.producers: dict[str, BoundSymbol] = {}
-        self.order: dict[str, int] = {}  # in which forward defines values
-        self.derived: dict[str, bool] = {}  # values of parameters and constants alone: whether of parameters
+        self.order: dict[str, int] = {}  # the order in which forward defines values
+        self.derived: dict[str, bool] = {}  # values of parameters or constants alone, and whether any is a parameter
         # Gather and wait of each bucket. Those in backward are from an earlier run of this pass, and moved up if needed.
         self.in_forward: dict[Bucket, list[BoundSymbol]] = {}
         self.in_backward: dict[Bucket, list[BoundSymbol]] = {}
@@ -182,7 +182,7 @@ class _Regather(BackwardCopies):
     def need(self, name: str) -> None:
         """Gather ``name``, or recompute it if it is a value of forward that derives from parameters alone or is chosen.
 
-        So are the values that it derives from, in the order of forward.
+        Before it, do the same for the values that it derives from, in the order of forward.
         """
         if name in self.of_param:
             self._gather(self.of_param[name])

@@ -6,17 +6,17 @@ stream, so the allocator may hand it out on that stream at once. The next issue 
 the slot anew, which is the cost.
 
 With ``Sharding(release=True)`` this happens at the end of backward, so the optimizer or another model can use the memory. A
-forward without backward frees everything at its end, and gathers kept buckets like the others: a forward that waits for
-its backward may have kept buckets in their private slots.
+forward without backward frees everything at its end, and gathers kept buckets into shared slots: the private slots may
+hold the buckets of another forward whose backward is still to come.
 
 A forward that is never followed by its backward frees nothing; the next backward does. After an exception, the next step
 uses the memory again and frees it.
 
 [Note: Memory that only backward needs]
 Backward needs more slots than forward, because some hold gradients that are being reduced, and some transports receive
-these into buffers of their own. In an arena that is kept from step to step, all of this is allocated at the end of
-forward, too, where the activations of all blocks are in memory and nothing is reduced yet: that is where memory peaks.
-By the time backward reduces gradients, it has freed some activations.
+these into buffers of their own. In an arena that is kept from step to step, all of this is also allocated at the end of
+forward, where memory peaks, because the activations of all blocks are in memory and nothing is reduced yet. By the time
+backward reduces gradients, it has freed some activations.
 
 So with ``max_memory`` the search also tries an *extension*: slots of backward get the memory that forward needs, and only
 those that do not fit get memory of the arena's extension, which their first use in backward allocates. At the end of

@@ -8,12 +8,12 @@ need at most 1/32 more. The first pass here marks these gathers: nothing is sent
 forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
 memory for the same effect: they do not reshard the last block.)
 
-It is proved that the two traces leave the bucket in its slot. What happens between them is known only at run time: another
-forward, an exception, a second backward. So the arena knows what each slot contains, and since when: see [Note: Contents
-of slots] in ``runtime.memory``. What another forward has gathered, which may have had other parameters, is not reused: see
-[Note: The backward of the most recent forward] in ``runtime.autograd``. Each rank offers what it has. What some rank has
-lost all gather again before the trace sends anything else, each that still has it into memory that it frees: see
-[Note: Decisions of one rank] in ``ranks.control``.
+The verifier proves that the two traces leave the bucket in its slot. What happens between them is known only at run
+time: another forward, an exception, a second backward. So the arena knows what each slot contains, and since when: see
+[Note: Contents of slots] in ``runtime.memory``. A bucket that a later forward has gathered is not reused, because its
+parameters may have been others: see [Note: The backward of the most recent forward] in ``runtime.autograd``. Each rank
+offers the buckets that it has. If some rank has lost one, all ranks gather it again before the trace sends anything
+else; a rank that still has it gathers into temporary memory. See [Note: Decisions of one rank] in ``ranks.control``.
 """
 
 from __future__ import annotations

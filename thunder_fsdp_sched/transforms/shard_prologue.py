@@ -126,15 +126,15 @@ def shard_prologue(
         t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
 
     The parameter is a DTensor with the shape of the unsharded one. Its proxy has the shape of this rank's rows. One check of
-    all parameters, and of all numbers and strings that are read from modules, takes a fraction of the host time of Thunder's
-    own, one call each.
+    all parameters, and of all numbers and strings that are read from modules, takes a fraction of the host time of
+    Thunder's own checks, one for each.
 
     Args:
-        module: the user's. Thunder reuses a cache entry only while it is as it was traced: see ``TracedModule``.
+        module: the user's module. Thunder reuses a cache entry only if it has not changed: see ``TracedModule``.
         shards: this rank's shard of each parameter, keyed by each of its names.
         no_sync: whether the traces are compiled for ``no_sync``.
-        inputs: what the program has read from its inputs. Thunder reuses a cache entry only for such inputs.
-        memory_of_inputs: what the traces expect of the memory of arguments.
+        inputs: the values read from the program's inputs. Thunder reuses a cache entry only for such inputs.
+        memory_of_inputs: the memory layout that the traces expect of their arguments.
 
     Raises:
         NotImplementedError: the traces unpack more than one module.
@@ -163,7 +163,7 @@ def shard_prologue(
             bsym = bsym.from_bsym(args=(jitted[bsym.args[0].name], *bsym.args[1:]))
         bsyms.append(bsym)
     arguments = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
-    if inputs is not None and len(inputs):  # first: errors of unpacking name nothing
+    if inputs is not None and len(inputs):  # first, because errors of unpacking name no input
         check = fsdp_check_inputs.bind(arguments["args"], arguments["kwargs"], inputs, output=None)
         bsyms.insert(1 + max(i for i, b in enumerate(bsyms) if b.sym is prims.unpack_trivial), check)
     if modules:  # the module is an argument, so that transforms that sort checks by their inputs see the dependency
@@ -177,14 +177,14 @@ def shard_prologue(
         tensors = [p for p in prologue.output[0] if isinstance(p, TensorProxy) and p.name not in of_module]
         check = fsdp_check_memory.bind(written, contiguous, tuple(p.name for p in tensors), *tensors, output=None)
         bsyms.insert(len(bsyms) - 1, check)
-    if inputs is not None and inputs.assigned:  # last: other traces may run instead
+    if inputs is not None and inputs.assigned:  # last: if a check fails, other traces run instead
         assign = fsdp_assign_attributes.bind(arguments["args"], arguments["kwargs"], inputs, output=None)
         bsyms.insert(len(bsyms) - 1, assign)
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 
 def _reads_of_attributes(prologue: TraceCtx, module: str) -> tuple[list[tuple[str, str, Any]], set[int]]:
-    """Return what the prologue reads from modules only to compare it, and the positions of the bound symbols that do so.
+    """Return the attributes that the prologue reads only to compare them, and the positions of the bound symbols.
 
     Args:
         module: the name of the root module's proxy.

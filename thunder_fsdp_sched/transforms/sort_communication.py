@@ -128,9 +128,9 @@ class _Collective:
     after the other and then waited for, so that no gather is issued between their waits.
 
     Attributes:
-        bsyms: those that are not placed yet, from the issue to the wait.
+        bsyms: the bound symbols that are not placed yet, from the issue to the wait.
         ready: the position of the last shard or gradient.
-        first, last: those of the first and the last consumer.
+        first, last: the positions of the first and the last consumer.
         step: the number of the prefetch step of a gather.
         delay: why a gather could not be issued when it was due.
     """
@@ -240,7 +240,7 @@ class _Sorter:
         self.next_step += 1
 
     def _is_full(self) -> bool:
-        """Return whether as many gathers are in flight as may be. Gathers are waited for in the order of their issues."""
+        """Return whether no further gather may be in flight. Gathers are waited for in the order of their issues."""
         return self.max_in_flight is not None and len(self.gathering) >= self.max_in_flight
 
     def _issue_gathers(self, position: int, reason: str) -> None:

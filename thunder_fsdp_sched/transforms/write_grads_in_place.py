@@ -12,7 +12,7 @@ several gradients (a parameter that is used twice), gradients of an embedding, a
 and transposed ones (a matmul into a transposed view rounds differently).
 
 The cost: the slot is in use from the first such gradient on, not only from the issue of the reduction. Copied gradients
-would have occupied memory of their own for as long, so the peak does not grow, but it is in slots.
+would have occupied memory of their own for as long, so the peak does not grow; more of it is in slots.
 """
 
 from __future__ import annotations
