@@ -40,8 +40,8 @@ def _cast_outputs_of(dtype: torch.dtype, _: torch.nn.Module, args: Any, output: 
 def cast_tensors(dtype: torch.dtype, tree: Any) -> Any:
     """Return ``tree`` with its floating-point tensors cast to ``dtype``.
 
-    The containers are those that FSDP2 looks into, and become what it makes of them; a packed sequence is not cast. Thunder
-    interprets this code, so it does not call torch's ``_apply_to_tensors``, with whose named tuples Thunder fails.
+    It looks into the same containers as FSDP2, with the same results; a packed sequence is not cast. Thunder interprets
+    this code, and fails with the named tuples of torch's ``_apply_to_tensors``, so this does not call it.
     """
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree

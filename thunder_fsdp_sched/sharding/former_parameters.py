@@ -1,15 +1,15 @@
-"""Parameters whose place sharded ones have taken: whoever still holds one gets an error that names it and the fix.
+"""Parameters that sharded ones have replaced: using one raises an error that names it and the fix.
 
 [Note: Former parameters]
 ``thunder.jit`` gives the module new parameter objects, and so does ``unsharded`` for the time of its block. The former
-ones stay plain parameters, and nobody searches for their holders. Instead, objects of ours are attached to them:
+ones stay plain parameters, and other objects may still refer to them. So guards are attached to them:
 
 - ``.grad`` is a :class:`_NoGradient`, whose every use raises the error. So ``clip_grad_norm_``, gradient scalers and loops
   over gradients fail.
 - The dictionaries of hooks refuse new hooks, and refuse a gradient that a loss sends to a former parameter.
 - :func:`refuse_former` recognizes former parameters by these dictionaries. It runs before each step of each optimizer.
 - A call of the sharded module notices if ``zero_grad()`` or ``p.grad = None`` has been applied to a former parameter
-  (:func:`check_gradients`): the gradients that are meant would accumulate forever.
+  (:func:`check_gradients`). Otherwise the gradients of the new parameter would accumulate forever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def retire(param: torch.nn.Parameter, label: str) -> weakref.ref[torch.nn.Parame
     """Make each use of ``param`` as a trained parameter an error; see [Note: Former parameters].
 
     Args:
-        label: the name of the sharded parameter that takes its place.
+        label: the name of the sharded parameter that replaces it.
     """
     grad = param.detach().as_subclass(_NoGradient)
     grad.label = label

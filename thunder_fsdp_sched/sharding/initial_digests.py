@@ -1,4 +1,4 @@
-"""Compare the values that ranks begin with; loaded if there are several.
+"""Compare the initial values of the ranks; loaded if there are several ranks.
 
 [Note: Initial values]
 A shard takes its rows from this rank's own parameter. If ranks initialize differently (another seed, another
@@ -51,13 +51,13 @@ class Digest:
     """A function of the bytes of tensors and of their order: see [Note: Initial values]."""
 
     _CHUNK = 1 << 16
-    """How many words are multiplied at a time, so that what is in between stays in the cache."""
+    """The number of words multiplied at a time, so that intermediate results stay in the cache."""
 
     def __init__(self) -> None:
         self._factors: dict[torch.device, torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Return the digest of a tensor of given shape and dtype, a number of 64 bits."""
+        """Return a 64-bit digest of a tensor's bytes, in which shape and dtype do not count."""
         data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         raw = data.detach().contiguous().reshape(-1).view(torch.uint8)
         if raw.numel() % 4:

@@ -1,4 +1,4 @@
-"""The values that parameters and buffers have before sharding: by default, those that every rank has."""
+"""The values of parameters and buffers before sharding: by default, each rank's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardedParam(NamedTuple):
 
 
 class ValueSource:
-    """This rank, all of whose tensors have values; ``extras.initial_values`` has the source of others.
+    """The source of values if all tensors of this rank have one; ``extras.initial_values`` has the other source.
 
     Attributes:
         rank: the rank that broadcasts, if there is one.
@@ -49,11 +49,11 @@ class ValueSource:
         return True
 
     def device_of(self, name: str, tensor: torch.Tensor) -> torch.device:
-        """Return the device of a tensor, which it has on the rank that broadcasts if it is on the meta device here."""
+        """Return the device of a tensor; if it is on the meta device here, its device on the rank that broadcasts."""
         return tensor.device
 
     def check(self, params: AbstractSet[str], *, initializes: bool) -> None:
-        """Raise an error, with ``broadcast_from``, if this rank cannot receive what the other one sends.
+        """Raise an error if this rank cannot receive the values that the rank of ``broadcast_from`` sends.
 
         Args:
             params: the names of the parameters to shard.

@@ -18,8 +18,8 @@ They make ``state_dict`` return DTensors (see [Note: Entries of state dicts] in 
 ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder traces, because it
 would interpret them. The jitted module does the same: see ``extras.state_dicts.jitted``.
 
-Objects that replaced others in the module are found by :class:`RegisteredObjects` alone. Former parameters are another
-matter: they are in no module any more.
+:class:`RegisteredObjects` finds objects of the module that users have replaced. Former parameters are another matter:
+they are in no module any more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ..runtime.traced_module import UntracedHook
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
-"""How many containers inside each other are looked into."""
+"""How deeply nested containers are searched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class ModuleParameters:
     Attributes:
         stand_ins: the parameters that are in the module in place of shards now, keyed by the ``id`` of the shard.
         placeholders: those of whole shape, on the meta device.
-        is_gathering: whether entries are for this rank alone, which gathers them: ranks may have different parameters.
+        is_gathering: whether the entries of a state dict will be gathered; then ranks may have different parameters.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], leaves: Leaves) -> None:
@@ -209,13 +209,13 @@ class ModuleParameters:
 class RegisteredObjects:
     """The parameters, submodules and buffers in the dicts of their modules, one list that is compared in one pass.
 
-    Parameters and submodules that are ``None`` are among them. Further ones are noticed by ``TracedModule``.
+    Parameters and submodules that are ``None`` are among them. ``TracedModule`` notices new ones.
 
     Args:
         parameters: the dict of each, its key there, and its name in messages.
 
     Attributes:
-        copies: other dicts that have each buffer, by its name.
+        copies: other dicts that contain the buffers, keyed by their names.
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[tuple[dict[str, Any], str, str]]) -> None:
@@ -233,7 +233,7 @@ class RegisteredObjects:
         self._known = list(map(dict.get, self._dicts, self._keys))
 
     def replaced(self) -> list[tuple[str, Any, Any]]:
-        """Return names of replaced parameters and submodules, with those before and now, and update copies of buffers.
+        """Return replaced parameters and submodules (name, former, present), and update the copies of buffers.
 
         It is cheap enough for every call.
         """
@@ -255,7 +255,7 @@ class RegisteredObjects:
 
 
 class _Guard(UntracedHook):
-    """The hooks on a module that refuse uses that would mistake its rows for parameters."""
+    """The hooks on a module that refuse uses that would mistake its rows for whole parameters."""
 
     def __init__(self, path: str, module: nn.Module, params: ModuleParameters, entries: Sequence[Entry]) -> None:
         self._is_root = not path

@@ -2,11 +2,12 @@
 
 [Note: Options of single modules]
 ``Sharding``'s ``strategy`` and ``secondary_ranks``, ``mp_policy``, ``comm_policy`` and ``gradient_divide_factor`` may be
-functions of (module name, module). They are asked once for each module, from the root down. A module for which they return
-``None`` is treated as the module that contains it. What is decided for a module applies to the parameters that it owns
-directly. So a function may decide by blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's
-``fully_shard`` do: the innermost one that names a policy counts, and the module that it names casts its inputs and outputs.
-From torch 2.15 on, a policy may have a function of the parameter, ``param_dtype_override_fn``, which is asked once for each.
+functions of (module name, module). They are called once for each module, from the root down. A module for which they
+return ``None`` inherits the decision for the module that contains it. A decision applies to the parameters that the
+module owns directly. So a function may decide for blocks or for single layers, and ``mp_policy`` works like nested
+calls of FSDP2's ``fully_shard``: the innermost policy counts, and the module for which it was returned casts its inputs
+and outputs. From torch 2.15 on, a policy may have a function of the parameter, ``param_dtype_override_fn``, which is
+called once for each.
 
 Parameters that are kept, gathered or reduced differently are in different buckets. Ranks compare the decisions together
 with the parameters, before anything is allocated.
@@ -29,7 +30,7 @@ from ..private_torch import default_reduce_dtype
 
 
 def _for_bucket(decision: BucketOptions, spec: ParamSpec) -> BucketOptions:
-    """Return what the bucket of a parameter needs, given what was decided for the parameter."""
+    """Return the options of a parameter's bucket, given those of the parameter."""
     if not spec.dtype.is_floating_point:
         return replace(decision, mp_policy=MixedPrecisionPolicy(), comm_policy=None, gradient_divide_factor=None)
     computed = decision.mp_policy.param_dtype or spec.dtype
@@ -97,7 +98,7 @@ class ModulePolicies:
         self._functions = {*functions, *["mp_policy"] * overrides}
 
     def of(self, spec: ParamSpec, param: torch.nn.Parameter) -> BucketOptions:
-        """Return what the bucket of a parameter needs.
+        """Return the options of a parameter's bucket.
 
         Args:
             param: the module's own object, which a ``param_dtype_override_fn`` gets.
@@ -125,14 +126,14 @@ class ModulePolicies:
         return _for_bucket(first, spec)
 
     def check_exempt(self, specs: Iterable[ParamSpec]) -> None:
-        """Raise ValueError for a name in ``comm_policy`` that is none of a parameter or a module."""
+        """Raise ValueError for a name in ``comm_policy`` that belongs to no parameter or module."""
         names = [name for spec in specs for name in spec.names]
         for policy in dict.fromkeys(decision.comm_policy for decision in self._of.values()):
             if policy is not None:
                 policy.check_exempt(names)
 
     def line(self, spec: ParamSpec) -> str:
-        """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""
+        """Return the decisions of functions for a parameter, for ranks to compare; empty if there are none."""
         decision = self._of_params[spec.name]
         return "".join(f", {option} {value}" for option, value in vars(decision).items() if option in self._functions)
 

@@ -1,15 +1,15 @@
-"""Preparations before each step of an optimizer, whose parameters, gradients and state are rows.
+"""Preparation of each optimizer step, whose parameters, gradients and state are rows.
 
 [Note: Optimizers on rows]
-The user's optimizer steps, on parameters, gradients and state that are DTensors. State that it makes from a parameter, by
-``torch.zeros_like(p)`` for instance, is rows by itself (see [Note: Operators on rows] in ``extras.row_operators``). So
-hooks, closures, schedulers and derived classes see what they see in an unsharded run, and ``state_dict`` has DTensors.
-Optimizers of torch that treat each element by itself have the rows as plain tensors while they step: see [Note: Steps on
-plain rows] in ``plain_steps``.
+The user's own optimizer steps, on parameters, gradients and state that are DTensors. State that it makes from a
+parameter, for instance by ``torch.zeros_like(p)``, has the same rows (see [Note: Operators on rows] in
+``extras.row_operators``). So hooks, closures, schedulers and derived classes see what they see in an unsharded run, and
+``state_dict`` has DTensors. torch's elementwise optimizers step on the rows as plain tensors: see [Note: Steps on plain
+rows] in ``plain_steps``.
 
-Loaded state may be cut otherwise: ``torch.distributed.checkpoint.state_dict`` cuts whole state evenly, and ``torch.load``
-gives a :class:`RowPiece`. It becomes rows before the next step. ``load_state_dict`` gives an optimizer a new dictionary of
-state, so a step needs to look at the state only if that has changed.
+Loaded state may be cut differently: ``torch.distributed.checkpoint.state_dict`` cuts whole state evenly, and
+``torch.load`` returns a :class:`RowPiece`. It is converted to the parameter's rows before the next step.
+``load_state_dict`` gives an optimizer a new dictionary of state, so a step checks the state only if that has changed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 """See [Note: One owner for each parameter] in ``extras.training.whole_parameters``."""
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-"""The dictionary of state of each optimizer that was found to be rows."""
+"""The dictionary of state of each optimizer that is known to consist of rows."""
 
 
 def prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Refuse optimizers that would train something else than the model, and give their state the rows of parameters.
+    """Refuse optimizers that would not train the model, and cut their state like the parameters.
 
     Returns:
-        other arguments of the step, of which the first is the optimizer: see [Note: Steps on plain rows] in ``plain_steps``.
+        the arguments that replace those of the step, if any: see [Note: Steps on plain rows] in ``plain_steps``.
 
     Raises:
         RuntimeError: it has parameters from before ``thunder.jit``.
@@ -67,7 +67,7 @@ def prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Turn loaded state into rows of the parameters; a collective if it is cut otherwise.
+    """Turn loaded state into rows of the parameters; a collective if it is cut differently.
 
     Raises:
         ValueError: state has another shape, or is that of an unsharded parameter; it names the parameter.
@@ -114,7 +114,7 @@ def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _mixes_ranks(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer cannot train shards in any way; empty if it can."""
+    """Return why an optimizer can never train shards; empty if it can."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "computes one direction and step size for all parameters"
     # Importing it takes longer than all of this package.

@@ -2,12 +2,12 @@
 
 [Note: Steps on plain rows]
 An operator on a :class:`RowDTensor` goes through Python, which takes several times as long as a small operator on a CPU, and
-a step runs a dozen of them for each parameter. torch's optimizers treat each element by itself, so for the time of a step
-they can have the rows alone, without any operator on rows. torch lets a hook before a step replace the arguments of the
-step, of which the first is the optimizer: the step runs on a stand-in, an object of a derived class that shares all
-attributes of the optimizer but ``param_groups`` and ``state``. Nothing is kept from one step to the next, and an exception
-leaves the user's optimizer as it would leave an unsharded one: values are written in place, and what the step adds to the
-state of a parameter becomes rows in the optimizer's own state at once.
+a step runs a dozen of them for each parameter. Most of torch's optimizers are elementwise, so they can step on this
+rank's rows as plain tensors. torch lets a hook before a step replace the arguments of the step, the first of which is
+the optimizer. So the step runs on a stand-in, an object of a derived class that shares all attributes of the optimizer
+but ``param_groups`` and ``state``. Nothing is kept from one step to the next, and an exception leaves the user's
+optimizer as it would leave an unsharded one: values are written in place, and state that the step adds to a parameter
+becomes rows in the optimizer's own state at once.
 
 Everything else steps on rows (see [Note: Optimizers on rows] in ``optimizer_steps``): classes of users, whose steps may
 read whole parameters; steps with a closure, which computes other gradients; and those with other hooks, which would see the
@@ -28,7 +28,7 @@ from ..runtime.row_dtensor import RowDTensor
 from ..runtime.rows import Rows
 
 _ELEMENTWISE = frozenset({ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD})
-"""Optimizers that treat each element of a parameter by itself. Derived classes do not count."""
+"""The elementwise optimizers of torch. Derived classes do not count."""
 
 CUT = "_fsdp_sched_cut"
 """The attribute of an optimizer that cuts the groups of its steps: see ``extras.training.overlap_step``."""
@@ -40,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
-    """Return what the optimizer's step can run on in place of the optimizer; ``None`` if it has to run on rows."""
+    """Return a stand-in with plain rows for the optimizer's step; ``None`` if it has to step on :class:`RowDTensor`."""
     own: Any = type(optimizer)
     if not is_elementwise(optimizer) or _has_other_hooks(optimizer):
         return None
@@ -57,7 +57,7 @@ def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
         groups.append({**group, "params": plain})
     if not state.written:
         return None
-    torch.autograd.graph.increment_version(state.written)  # below autograd, operators count no versions
+    torch.autograd.graph.increment_version(state.written)  # operators on plain rows do not change these versions
     cls = _stand_in_for(own)
     stand_in = cls.__new__(cls)
     stand_in.__dict__ = optimizer.__dict__
@@ -73,7 +73,7 @@ def with_gradients(groups: Sequence[dict[str, Any]], gradients: Iterable[PlainGr
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer treats each element by itself, whatever the groups of its parameters."""
+    """Return whether the optimizer is elementwise, whatever the groups of its parameters."""
     return type(optimizer) in _ELEMENTWISE and not optimizer.defaults["differentiable"]
 
 
@@ -87,16 +87,16 @@ def _are_alike(tensor: RowDTensor, param: RowDTensor) -> bool:
 
 @functools.cache
 def _stand_in_for(cls: type[torch.optim.Optimizer]) -> Any:
-    # As slots, these two hide those of the `__dict__` that the stand-in shares.
+    # As slots, these two hide the entries of the `__dict__` that the stand-in shares.
     return type(cls.__name__, (cls,), {"__slots__": ("param_groups", "state"), "__module__": __name__})
 
 
 class _PlainState(dict[Any, Any]):
-    """The state of an optimizer by plain rows instead of parameters.
+    """The state of an optimizer, keyed by plain rows instead of parameters.
 
     Attributes:
-        new: the parameters without state, by plain rows.
-        gradients: those of sharded parameters.
+        new: the parameters without state, keyed by plain rows.
+        gradients: the gradients of sharded parameters.
         written: the rows that the step may write.
     """
 
@@ -107,9 +107,9 @@ class _PlainState(dict[Any, Any]):
         self.written: list[torch.Tensor] = []
 
     def add(self, param: Any, grad: Any) -> Any:
-        """Return the plain rows of a parameter; ``None`` if the gradient or the state is not of such rows.
+        """Return the plain rows of a parameter; ``None`` if its gradient or its state has other rows.
 
-        A step does nothing with parameters without a gradient, and those that are not sharded it gets as they are.
+        A parameter without a gradient, which the step ignores, or one that is not sharded is returned unchanged.
         """
         if grad is None or type(param) is not RowDTensor:
             return param
@@ -141,7 +141,7 @@ class _PlainState(dict[Any, Any]):
 
 
 class _Entries(dict[str, Any]):
-    """The state of one parameter as plain rows. What is set becomes rows in the optimizer's own state."""
+    """The state of one parameter as plain rows. Values that are set become rows in the optimizer's own state."""
 
     __slots__ = ("entries", "rows")
 

@@ -1,4 +1,4 @@
-"""Modules, hooks, compilers and transforms that cannot be combined with sharding: errors that name what to do instead."""
+"""Errors for modules, hooks, compilers and transforms that cannot be combined with sharding; they name the fix."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def refuse_shards_and_grads(named: dict[str, nn.Parameter]) -> None:
 
 
 def refuse_grad_dtypes(named: dict[str, nn.Parameter]) -> None:
-    """Raise an error for parameters whose gradients are to have another dtype than they have."""
+    """Raise an error for parameters whose ``grad_dtype`` is not their own dtype."""
     for name, param in named.items():
         if (dtype := getattr(param, "grad_dtype", param.dtype)) != param.dtype:
             raise coded_error(ValueError, "parameter.grad-dtype-set", name=name, grad_dtype=dtype, dtype=param.dtype)

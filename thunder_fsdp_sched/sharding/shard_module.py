@@ -61,8 +61,8 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     Peak memory is one unsharded parameter more than the module and its shards. The module's memory is freed unless
     something else refers to it.
 
-    Cost, on any number of ranks: four exchanges, of digests where ranks agree; with ``broadcast_from`` also a broadcast of
-    each tensor. What a rank keeps does not grow with their number, see ``RowStarts``.
+    Cost, on any number of ranks: four exchanges, only of digests if the ranks agree; with ``broadcast_from`` also a
+    broadcast of each tensor. The memory of a layout does not grow with the number of ranks: see ``RowStarts``.
 
     Raises:
         TypeError: the jitted function is not a module, or a parameter is not a plain strided tensor.

@@ -1,11 +1,11 @@
-"""The shards of a module, and what Thunder and this package call before and after its calls.
+"""The shards of a module, and the hooks that run before and after its calls.
 
 [Note: Set attributes]
-Forward reads attributes of the original module, but users set them on the jitted one. Thunder would read a number or a
-string of the jitted module in the prologue, but of the original one in the trace, which also has all functions and buffers.
-So at the start of a call, what was set on the jitted module moves to the original one, whose attributes the jitted module
-shows as well. What the class of jitted modules has (``forward``, ``state_dict``) stays there, and so do private names that
-the original module does not have: libraries store things under them, and delete them again.
+Forward reads attributes of the original module, but users set them on the jitted one. For a number or a string,
+Thunder's prologue would read the jitted module, but its trace the original one, which also has all functions and
+buffers. So at the start of a call, attributes that were set on the jitted module move to the original one; the jitted
+module shows these as well. Attributes of the jitted module's class (``forward``, ``state_dict``) stay there, and so do
+private names that the original module does not have, because libraries store data under them and delete it again.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class ShardedModule:
         locations: the bucket of each sharded parameter and its index there, keyed by each of its names, also those in a
             state dict (see [Note: Names in state dicts] in ``extras.state_dicts.jitted``).
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
-        control: agrees on what runs next with all ranks that share parameters with this one.
+        control: the agreement of all ranks that share parameters with this one.
         mp_policy: the mixed precision of the module's own inputs and outputs.
         former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
         replaced: ignored parameters and buffers on their new device, and buffers that have replaced others later.
         began_on_meta: names of tensors without values, until all of them are known to have some.
-        kept_buckets_are_final: whether ``max_memory`` has settled already which buckets are kept.
-        attached: what extras keep with this module, each under a name of its own.
+        kept_buckets_are_final: whether ``max_memory`` has already chosen the kept buckets.
+        attached: objects that extras keep with this module, by name.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         leaves: the modules that are not traced.
     """
@@ -97,7 +97,7 @@ class ShardedModule:
         self._attributes = SetAttributes()
         self._collects_less = CollectsLess()
         self._model: Callable[[], ThunderModule | None] = lambda: None
-        self._is_starting = False  # whether a call runs whose trace does not run yet
+        self._is_starting = False  # whether a call has begun whose trace does not run yet
         self._is_tracing = False
 
     @property
@@ -128,7 +128,7 @@ class ShardedModule:
 
         Args:
             on_entry: called with each entry of Thunder's cache before it can run.
-            again: returns what compiles an entry's trace for the present mode of ``no_sync``; ``None`` if nothing does.
+            again: returns a function that compiles an entry's trace for the present mode of ``no_sync``, or ``None``.
         """
         self._model = reference = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
@@ -224,7 +224,7 @@ class ShardedModule:
         return entry, inputs
 
     def _adds_leaf(self) -> bool:
-        """Return whether the failed compilation has found a module to run as it is, so that another one makes sense."""
+        """Return whether the failed compilation has found a module to run as a leaf, so that a retry makes sense."""
         error = sys.exc_info()[1]
         bsym = getattr(error, "bsym", None)  # the operator that a pass has refused
         if bsym is not None and self.leaves.automatic:
@@ -253,7 +253,7 @@ class ShardedModule:
         return tuple(map(state_name, bucket.spec.params[index].names))
 
     def take_attributes(self) -> None:
-        """Let the module have what was set on the jitted one, and the jitted one the module's present buffers.
+        """Move attributes set on the jitted module to the original one, and update the jitted module's buffers.
 
         See [Note: Set attributes] above.
         """
@@ -287,7 +287,7 @@ class ShardedModule:
 
 
 class ShardingTransform(Transform):
-    """A transform that shards a module, as functions see it that need only the shards."""
+    """A transform that shards a module, for functions that need only the shards."""
 
     def __init__(self) -> None:
         self._sharded: ShardedModule | None = None
@@ -305,7 +305,7 @@ class ShardingTransform(Transform):
 
 
 def find_sharding(model: object) -> ShardingTransform:
-    """Return the transform that shards ``model``, a jitted module or Lightning Fabric's wrapper of one.
+    """Return the transform that shards ``model``, which is a jitted module or Lightning Fabric's wrapper of one.
 
     Raises:
         TypeError: no ``fsdp(...)`` shards it.
@@ -330,17 +330,17 @@ def find_jitted(model: object) -> tuple[ThunderModule, ShardedModule]:
 
 
 class SetAttributes:
-    """The attributes of the jitted modules of one module: adding a transform makes another one."""
+    """The attributes of the jitted modules of one module; adding a transform makes another jitted module."""
 
     def __init__(self) -> None:
         self._own: weakref.WeakKeyDictionary[ThunderModule, set[str]] = weakref.WeakKeyDictionary()
 
     def add(self, model: ThunderModule) -> None:
-        """Take the attributes that ``model`` has now for its own, which stay there."""
+        """Record the present attributes of ``model``, which stay there."""
         self._own[model] = vars(model).keys() | set()
 
     def move(self) -> None:
-        """Let forward read what was set since the latest call; cheap enough for every call.
+        """Move attributes that were set since the latest call to the original module; cheap enough for every call.
 
         Raises:
             RuntimeError: names a parameter, buffer or submodule, for which the module would have to be sharded again.

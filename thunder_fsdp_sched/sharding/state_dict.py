@@ -18,7 +18,7 @@ ORIGINAL = "_model."
 
 
 def install_state_dict(model: ThunderModule, sharded: ShardedModule) -> None:
-    """Make ``model`` have the state dict of its original module."""
+    """Give ``model`` the state dict of its original module."""
     reference = weakref.ref(model)
 
     @functools.cache

@@ -19,7 +19,7 @@ from ..ir.symbols import LEAF, fsdp_detached, fsdp_guard_backward
 
 
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -> TraceCtx:
-    """Insert ``fsdp_guard_backward`` into the epilogue, which runs when the outputs are connected to autograd.
+    """Insert ``fsdp_guard_backward`` into the epilogue, which runs after the outputs are connected to autograd.
 
     Runs on the epilogue after ``detach_constants`` and before ``shard_prologue``. Before::
 
