@@ -1,1 +1,1 @@
-"""The symbols in traces, and analyses of traces: aliases, operator facts, schedules, deadlocks."""
+"""The symbols in traces, and analyses of traces: effects, lifetimes, operator facts, schedules."""

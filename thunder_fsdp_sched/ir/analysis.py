@@ -1,8 +1,8 @@
-"""When values, slots and other memory of traces are in use, computed once for traces that run one after the other.
+"""Lifetimes of values, slots and other memory in traces that run one after the other.
 
 [Note: Lifetimes]
 Every pass that moves communication, assigns memory or predicts times and bytes asks the same questions, and
-:class:`Analysis` answers them. ``proof`` does not use it: it checks its results.
+:class:`Analysis` answers them. ``proof`` does not use it, because it checks the results.
 
 *Positions* count the analyzed bound symbols from 0, over all traces that run one after the other. ``BEFORE_TRACE``
 stands for everything earlier. ``del`` statements have positions and read nothing.
@@ -12,9 +12,8 @@ facts about operators: reading a view also uses its roots. Its ``owners`` are th
 observation with the strides that values have: see ``extras.step_memory.value_memory.memory_of``. Both are values,
 because a name may be computed again; ``operator_facts.Aliases`` follows the names of one trace that is made or run.
 
-*Names* may appear in several traces. Backward unpacks by the same name what forward has saved; that is one value. If a
-bound symbol computes a name again, as in two traces of the same step, that is a new value.
-
+*Names* may appear in several traces. A value that forward saves and backward unpacks by the same name is one value. If
+a bound symbol computes a name again, as in two traces of the same step, that is a new value.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ class Lifetime:
     """When a value, a slot or other memory is in use, from position to position, both included.
 
     Attributes:
-        name: the name of the value; of other memory, what it is.
+        name: the name of the value, or a description of other memory.
         first: the position that defines, writes or allocates it; ``BEFORE_TRACE`` for what exists earlier. For a reduction
             that is the first gradient that is written in place, for a gather of a resident bucket ``BEFORE_TRACE``.
-        used: the last read of a value or, unless it is a view itself, of what may be a view of it; ``first`` without reads.
+        used: the last read of a value or, unless it is a view, of a possible view of it; ``first`` without reads.
         last: the last position at which it occupies bytes.
-        nbytes: the bytes that it owns; 0 for a view and for what is in a slot. Of a slot, including alignment.
+        nbytes: the bytes that it owns; 0 for a view or a value in a slot. For a slot, including alignment.
         device: the type of its device.
         kind: ``"inputs"``, ``"values"``, ``"temporaries"``, ``"communication"``, ``"gradients"`` or ``"slot"``.
         on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
-        proxy: of a value.
+        proxy: the proxy of a value.
         reads: positions of the bound symbols that read it, ascending, one for each operand.
         roots: the values whose memory it may share; itself if it is not a view.
         owners: the values whose memory it shares; itself if it owns some. ``memory_of`` sets them.
@@ -192,8 +191,7 @@ class Analysis:
     def slots(self) -> dict[int, Lifetime]:
         """The lifetime of each slot, keyed by the position of the issue, ascending.
 
-        A gather whose bucket is resident from an earlier one of these traces has none of its own: it continues that of the
-        earlier gather.
+        A gather whose bucket is resident from an earlier one of these traces extends the lifetime of that gather.
         """
         found: dict[int, Lifetime] = {}
         of_future: dict[Lifetime, Lifetime] = {}

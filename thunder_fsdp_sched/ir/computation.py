@@ -1,4 +1,4 @@
-"""Ranks compare two readings of a trace: its computation as lines, and its actions, which issue and wait.
+"""The two readings of a trace that ranks compare: its computation, as lines, and its actions, which issue and wait.
 
 [Note: Equal computations]
 Ranks shard one model, so they must compute the same on their inputs: the same operators with the same arguments, on the

@@ -1,15 +1,15 @@
 """Effects of bound symbols on memory and communication, declared as data.
 
 [Note: Effects]
-Each symbol of this package declares its effects next to its definition, in ``symbols``. Everything that
-sorts, assigns slots, prints or proves reads them through :func:`effects`, and knows no symbol by name. So a new kind of
-communication is one declaration and one function that runs. What it costs if that is more than a call, in bytes and in
-time, is read by predictions alone: see [Note: Costs] in ``extras.step_memory.costs``.
+Each symbol of this package declares its effects next to its definition. Code that sorts, assigns slots, prints or
+verifies reads them through :func:`effects`, and knows no symbol by name. So a new kind of communication is one
+declaration and one function that runs. Costs in bytes and time are declared separately, for predictions: see [Note:
+Costs] in ``extras.step_memory.costs``.
 
 The effects of all other operators follow from the facts about them (``operator_facts``): they read and write values, some
 results are views, and the others are new memory.
 
-A bound symbol keeps its effects, as it keeps its facts.
+A bound symbol caches its effects, like its facts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SlotRegion(NamedTuple):
     """The bytes of a slot that hold one parameter of a bucket, or its gradient; or all of them.
 
     Attributes:
-        bucket: whose bytes these are.
+        bucket: the bucket to which the bytes belong.
         slot: ``None`` before ``assign_slots``.
         dtype: of the parameters or gradients.
         param: the number of the parameter in the bucket; ``None`` for the whole slot.
@@ -81,7 +81,7 @@ class Issue(NamedTuple):
         transport: how it is sent; the name of a transport, or of the collective.
         encoding: the format in which it is sent; ``None`` if exactly.
         resident: whether forward has left the bucket in the slot for backward, so that nothing is sent.
-        window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
+        window: the mark of a gather whose bucket may be resident already; see [Note: Gathered once in a window].
         traffic: the bytes that it sends and copies.
         from_host: bytes that are first copied from the host's memory.
     """
@@ -165,7 +165,7 @@ class Effects:
         bucket: the bucket of a symbol of this package.
         hook: the user's function that it calls, which may communicate.
         communicates: whether it communicates with other ranks and is not ours, so nothing may be moved across it.
-        uses: the slot whose memory it needs, allocated if it is free.
+        uses: the slot whose memory it needs, and allocates if it was freed.
         frees: the arenas whose memory it frees.
         ensures: a slot that holds the bucket's parameters afterwards, gathered again if need be.
         fills: where it writes a gradient, which only the issue that collects it may read.
@@ -205,7 +205,7 @@ class Effects:
 
     @property
     def missing_gradients(self) -> tuple[int, ...]:
-        """The numbers of the bucket's parameters of which a reduction gets no gradient from its trace."""
+        """The numbers of the bucket's parameters for which a reduction gets no gradient from its trace."""
         if self.bucket is None or not (self.collects or self.runs):
             return ()
         given = {region.param for region in self.collects.values()}
@@ -245,7 +245,7 @@ DECLARED: dict[Symbol, Callable[[BoundSymbol], Effects]] = {}
 
 
 def declared(bsym: BoundSymbol) -> Effects:
-    """Return the effects of a symbol of this package; none for other operators, which are not looked at."""
+    """Return the effects of a symbol of this package; none for other operators, without observing them."""
     return effects(bsym) if is_declared(bsym.sym) else NOTHING
 
 

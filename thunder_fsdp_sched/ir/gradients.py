@@ -1,10 +1,10 @@
 """The values of a computation that gradients pass through, as autograd would connect them.
 
 [Note: Constants]
-In torch, the result of ``y.detach()`` or ``torch.zeros_like(y)`` requires no gradient. Thunder passes zeros on through such
-an operator, so what is upstream of it alone gets zeros in place of no gradient: they are reduced, and optimizers do not skip
-them. So ``mark_constants`` gives these results the tag that Thunder gives to those under ``torch.no_grad()``, and Thunder's
-autograd takes the operator for a constant. Later passes go by tags and dtypes alone.
+In torch, the result of ``y.detach()`` or ``torch.zeros_like(y)`` requires no gradient. Thunder passes zeros back
+through such an operator. A parameter that nothing else uses then gets zeros instead of no gradient; they are reduced,
+and optimizers do not skip them. So ``mark_constants`` gives these results the tag that Thunder gives to those under
+``torch.no_grad()``, and Thunder's autograd treats the operator as a constant. Later passes read only tags and dtypes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ LOST_IN_SEQUENCES = frozenset({"column_stack", "dstack", "hstack", "lstm_cell", 
 """Names of operators that take tensors in a list or tuple, to which Thunder passes no gradient."""
 
 WRONG_GRADIENTS = LOST_IN_SEQUENCES | {"index_put", "prod"}
-"""Names of operators of which Thunder computes a wrong gradient, or silently none."""
+"""Names of operators for which Thunder computes a wrong gradient, or silently none."""
 
 _RIGHT_OF_COMPLEX = frozenset({
     "abs", "cat", "clone", "complex", "contiguous", "detach", "expand", "flatten", "permute", "polar", "reshape",
     "squeeze", "stack", "transpose", "unsqueeze", "view", "view_as_complex", "view_as_real",
 })  # fmt: skip
-"""Names of operators of which Thunder computes the right gradient of complex values, too."""
+"""Names of operators whose gradients Thunder computes correctly for complex values, too."""
 
 PIECEWISE_CONSTANT = frozenset({"bernoulli", "ceil", "div", "dropout", "floor", "round", "trunc"})
-"""Names of operators that may be constant in what they read, to which Thunder then passes no gradient."""
+"""Names of operators that may be constant in their inputs, to which Thunder then passes no gradient."""
 
 
 def is_wrong_of_complex(name: str, values: Iterable[Any]) -> bool:
-    """Return whether Thunder computes a wrong gradient of an operator that reads complex values.
+    """Return whether Thunder computes a wrong gradient for an operator that reads complex values.
 
     torch's gradient of ``a * b`` with respect to ``a`` is multiplied by the conjugate of ``b``, Thunder's by ``b``. Other
     operators have the same fault, so all but a few count as wrong.
@@ -58,7 +58,7 @@ def has_complex(values: Iterable[Any]) -> bool:
 
 
 def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:
-    """Tag what operators such as ``detach`` return as constants. Adds nothing but tags; see [Note: Constants]."""
+    """Tag the results of operators such as ``detach`` as constants. Adds nothing but tags; see [Note: Constants]."""
     for bsym in bsyms:
         if bsym.sym.name in RETURNING_CONSTANTS:
             for out in defined_by(bsym):
@@ -66,7 +66,7 @@ def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:
 
 
 def with_gradient(bsym: BoundSymbol) -> list[str]:
-    """Return the names of the values that an operator defines and that pass gradients to what it reads."""
+    """Return the names of the results of an operator that pass gradients to its inputs."""
     tensors = (out for out in defined_by(bsym) if isinstance(out, TensorProxy) and dtypes.is_inexact_dtype(out.dtype))
     return [out.name for out in tensors if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags]
 

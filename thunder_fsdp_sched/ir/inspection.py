@@ -37,7 +37,7 @@ def names(proxies: Iterable[Any]) -> Iterator[str]:
 
 
 def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
-    """Return the names of all proxies that ``bsym`` reads. It keeps them, as it keeps its flat arguments."""
+    """Return the names of all proxies that ``bsym`` reads. It caches them, like its flat arguments."""
     known = bsym.__dict__
     read: tuple[str, ...] | None = known.get(NAMES_OF_ARGS)
     if read is None:
@@ -182,7 +182,7 @@ def before_return(trace: TraceCtx, *bsyms: BoundSymbol, pass_name: str) -> Trace
 
 
 def snapshot(trace: TraceCtx) -> TraceCtx:
-    """Return a copy with names of its own: those that later passes choose are not taken in it."""
+    """Return a copy with its own set of names: names that later passes choose stay free in it."""
     new = from_trace(trace)
     new.bound_symbols = list(trace.bound_symbols)
     new.names = trace.names.copy()
@@ -289,7 +289,7 @@ def like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
 
 @contextmanager
 def recording(trace: TraceCtx, original: BoundSymbol) -> Iterator[list[BoundSymbol]]:
-    """Collect what is added to a trace in this context; at its end, it gets the tags and the line of ``original``."""
+    """Collect bound symbols added to a trace in this context; at its end, they get the tags and the line of ``original``."""
     added: list[BoundSymbol] = []
     trace.push_scope(added)
     try:

@@ -113,8 +113,8 @@ def observe_call(
     There are none if it cannot be run on fake tensors, and several if its arguments name other memory formats.
 
     Args:
-        strides: strides of tensor proxies by name, to learn what this call does with just these. The others, and without
-            it all, are contiguous.
+        strides: strides of tensor proxies by name, for facts about exactly this call. Tensors without an entry are
+            contiguous.
     """
     leaves, spec = bsym.flat_args_and_spec
     arguments = describe(leaves, strides or {})

@@ -96,8 +96,8 @@ _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 def facts_of(bsym: BoundSymbol) -> Facts:
     """Return the facts about ``bsym``; see [Note: Sources of facts].
 
-    Several passes ask for them. What a bound symbol is does not change, so it keeps them, as it keeps its flat arguments;
-    only tags are added to it. Copies keep them, too, if they are a ``CachingBoundSymbol``.
+    Several passes ask for them, so a bound symbol caches them, like its flat arguments: only its tags change. Copies
+    have them, too, if they are a ``CachingBoundSymbol``.
     """
     facts = _kept_facts(bsym)
     tags = _IMPURE_TAGS.intersection((*bsym.tags, *(bsym.sym.tags or ())))
@@ -115,7 +115,7 @@ def _kept_facts(bsym: BoundSymbol) -> Facts:
 
 
 def share_facts(bsym: BoundSymbol, other: BoundSymbol, names: Mapping[str, Proxy]) -> None:
-    """Let a bound symbol have the facts of another one that differs from it in its proxies only.
+    """Give a bound symbol the facts of another one that differs only in its proxies.
 
     Args:
         names: the proxies of ``bsym``, by the names of those of ``other``.
@@ -137,7 +137,7 @@ def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
 
 
 DECLARED_FACTS: dict[Symbol, Callable[[BoundSymbol], Facts]] = {}
-"""The facts about each symbol of this package, which ``registry`` takes from its declared effects."""
+"""The facts about each symbol of this package, which ``registry`` derives from its declared effects."""
 
 
 def _facts_of(bsym: BoundSymbol) -> Facts:
@@ -249,7 +249,7 @@ def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
     inputs, outs, defined = tensors_read(bsym), tensors_returned(bsym), outs_of(bsym)
     of_outs = observed.aliases
     if len(outs) != len(of_outs):
-        # The meta function returns another structure: any output may alias what any other does.
+        # The meta function returns another structure, so each output may alias any input that one of them aliases.
         of_outs = (frozenset().union(*of_outs),) * len(outs)
     aliases = {
         out: tuple(inputs[i] for i in sorted(of))

@@ -1,4 +1,4 @@
-"""Read from a trace what it communicates, and in which order."""
+"""Read the schedule of a trace: its communication, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def schedule_of(statements: Sequence[Statement]) -> Schedule:
         e, issues = statement.effects, statement.issue is not None
         if not e.in_schedule or e.bucket is None:
             continue
-        # What it issues, else what it waits for; gradients that are accumulated count as what would reduce them.
+        # Its own issue, else the one that it waits for. Accumulated gradients count as the reduction that they replace.
         issue = statement.issue or (statement.waits_for and statement.waits_for.issue) or reduction_of(e.bucket)
         assert issue.group is not None
         hook = "" if e.hook is None else f"{THEN_HOOK}{e.hook}"

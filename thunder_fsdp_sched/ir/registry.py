@@ -39,10 +39,10 @@ def register(
     Args:
         function: runs it.
         declared: returns its effects.
-        meta: returns proxies for its results. A symbol without results stays in a trace, although nothing reads them.
+        meta: returns proxies for its results. A symbol without results is never eliminated as dead code.
         printer: prints it; by default as a call.
         tags: Thunder's tags.
-        facts: returns those about an operator that only computes, from which its effects follow.
+        facts: returns the facts about an operator that only computes; its effects follow from them.
         kinds: the sets of names that get this one, such as ``schedule.ISSUES`` or ``inspection.AGREEMENT``.
     """
     for names in kinds:

@@ -13,16 +13,16 @@ from ..extensions import load
 # Names of symbols, as schedules have them. An extra adds its own when it registers them (``registry.register``).
 
 GATHERS = {"fsdp_all_gather"}
-"""Those that issue a gather of a bucket."""
+"""The symbols that issue a gather of a bucket."""
 
 ISSUES = GATHERS | {"fsdp_reduce_scatter"}
-"""Those that issue a collective of a bucket."""
+"""The symbols that issue a collective of a bucket."""
 
 GATHER_WAITS = {"fsdp_wait_params"}
-"""Those that wait for a gather."""
+"""The symbols that wait for a gather."""
 
 WAITS = GATHER_WAITS | {"fsdp_wait_grads"}
-"""Those that only wait for a collective."""
+"""The symbols that only wait for a collective."""
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A

@@ -1,4 +1,4 @@
-"""The memory of slots in a trace: how many bytes are in use at once, what may share a slot, which buckets forward retains.
+"""Slots in a trace: how many bytes are in use at once, which collectives may share one, which buckets forward retains.
 
 [Note: Gradients in the place of their parameters]
 In backward each parameter of a bucket is read for the last time before its gradient is written or copied into the slot
@@ -7,10 +7,10 @@ gradients then need no memory of their own while other parameters of the bucket 
 no collective has to be waited for earlier. It is done where the trace shows that it is safe, only for parameters and
 gradients of one dtype, and only if it makes the arena smaller.
 
-A kept bucket (ZeRO-2) is gathered in forward into its private slot, and backward reads what forward has saved of it.
-There the same rule applies to both traces together: the gradients of kept buckets need no memory at all. From the first
-gradient on, the slot no longer contains the parameters (``Arena.contents``), so another backward of the same
-forward, or one after an exception, gathers them again into the slot, which the saved tensors are views of.
+A kept bucket (ZeRO-2) is gathered in forward into its private slot, and backward reads saved views of it. The same rule
+applies to both traces together, so the gradients of kept buckets need no memory at all. From the first gradient on, the
+slot no longer contains the parameters (``Arena.contents``). So another backward of the same forward, or one after an
+exception, gathers them again into the slot, of which the saved tensors are views.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
 
 
 def is_used_before(uses: Mapping[int, Lifetime], position: int) -> bool:
-    """Return whether a trace uses the slot of the gather at a position before, by the uses of slots at their issues."""
+    """Return whether the slot of the gather at ``position`` is used before it, given the uses of slots by their issues."""
     slot = uses[position].slot
     before = (other.slot for at, other in uses.items() if at != position and other.first < position)
     return slot is not None and any(other is not None and slot.overlaps(other) for other in before)
@@ -53,7 +53,7 @@ def grads_over_params(ranges: Iterable[Lifetime]) -> dict[Lifetime, Lifetime]:
     See [Note: Gradients in the place of their parameters].
 
     Args:
-        ranges: those of shared slots, in the order of their issues.
+        ranges: the lifetimes of shared slots, in the order of their issues.
     """
     gathers: dict[Bucket, Lifetime] = {}
     found = {}
@@ -77,7 +77,7 @@ def peak_live_bytes(trace: TraceCtx) -> int:
 
 
 def spans_of(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
-    """Yield from where to where each slot is in use, until gradients take the place of its parameters, and its bytes."""
+    """Yield the first and last position of each slot, until gradients take the place of its parameters, and its bytes."""
     for live in lives:
         replaced = [
             other.first - 1
@@ -117,7 +117,7 @@ class ReductionLimits(NamedTuple):
         return cls(most, sum(ordered[:most]), blocks[bisect_left(sums, sums[-1] / 2)])
 
     def are_exceeded(self, in_flight: Sequence[int], following: int) -> bool:
-        """Return whether the oldest of the reductions in flight is to be waited for before the following one is issued.
+        """Return whether to wait for the oldest reduction in flight before the following one is issued.
 
         Args:
             in_flight: the bytes of each, the oldest first.

@@ -1,4 +1,4 @@
-"""The one reader of a trace: its statements, of which schedules, programs and lines to compare are made."""
+"""The statements of a trace, from which schedules, programs and lines to compare are made."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def operations(read: Iterable[Statement]) -> tuple[list[BoundSymbol], list[list[
     """Separate the collectives of buckets from all other bound symbols.
 
     Returns:
-        The others, and for each operation what issues it, goes on with it and waits for it. Operations are in the order of
-        their waits.
+        The others, and for each collective the bound symbols that issue it, continue it and wait for it, in the order
+        of the waits.
     """
     others: list[BoundSymbol] = []
     found: list[list[BoundSymbol]] = []

@@ -7,12 +7,12 @@ Forward and backward traces contain for each bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-A gather with ``reuse_cast=True`` sends the same cast that its forward sent. One of backward with ``resident=True`` sends
-nothing, because forward has left the bucket in the slot, unless something has been written there between the two traces: see
-[Note: Buckets left by forward] in ``transforms.reuse_from_forward``. Nor is anything sent by a
-gather with ``window='open'`` or ``window='last'`` if an earlier micro-batch of its accumulation window has left the bucket
-in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``. One with ``window='first'`` may have been
-sent by the optimizer's step: see [Note: Gathers that a step begins] in ``extras.training.early_gathers``.
+A gather with ``reuse_cast=True`` sends the same cast that its forward sent. A gather in backward with ``resident=True``
+sends nothing, because forward has left the bucket in the slot, unless something was written there between the two
+traces: see [Note: Buckets left by forward] in ``transforms.reuse_from_forward``. A gather with ``window='open'`` or
+``window='last'`` sends nothing if an earlier micro-batch of its accumulation window has left the bucket in its private
+slot: see [Note: Gathered once in a window] in ``runtime.bucket``. A gather with ``window='first'`` may have been issued
+by the optimizer's step: see [Note: Gathers that a step begins] in ``extras.training.early_gathers``.
 
 Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
@@ -33,8 +33,7 @@ So does ``fsdp_reduce_unreduced`` if it has something to reduce; that and the sy
 
 Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
 A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only
-there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note:
-State after an exception].
+this drops the gradients that earlier ``no_sync`` backwards have accumulated: see [Note: State after an exception].
 
 With ``release`` or an extension, ``fsdp_release(slot_0, own_h_0)`` frees the memory of the arenas of these slots.
 
@@ -274,7 +273,7 @@ fsdp_detached = register(
 
 
 def only_in_between(*args: Any) -> None:
-    """Run a symbol that no trace has when it runs."""
+    """Raise an error: this symbol is in no trace that runs."""
     raise AssertionError("a pass must replace this symbol before a trace runs")
 
 
