@@ -10,15 +10,15 @@ program after each operator. It compares addresses and raises an error in three 
 - An input is in memory where a parameter was stored before it was sharded. That is a view that was created earlier and
   kept in a closure or an object.
 
-All ranks raise an error together, before backward returns a gradient, also if only one of them audits because it has
-compiled a new shape alone. When a trace starts, each rank says whether it audits this run. If any rank does, errors wait
+All ranks raise an error together, before backward returns a gradient, even if only one of them audits because it alone
+has compiled a new shape. When a trace starts, each rank says whether it audits this run. If any rank does, errors wait
 until the end of the trace, so that no rank misses a collective. There, in ``fsdp_audit_agreed``, the ranks tell each other
 whether they have found one. Only a trace in which no rank communicates raises its error at once; the others get one in
 their next round.
 
-The trace and the program that Thunder has made of it know nothing of the audit. Until a run has completed, calls of the
-program run a copy that stops; then its own code is back, so later steps cost nothing. The audit reads
-addresses and versions on the host and does not wait for a device.
+Neither the trace nor the program that Thunder has made of it is changed. Until a run has completed, calls of the
+program run a copy that stops; after that its own code is back, so later steps cost nothing. The audit reads addresses
+and versions on the host and does not wait for a device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def stepwise(program: Callable[..., Any], trace: TraceCtx, stops: Mapping[int, S
     """Return a program that stops before and after some statements, and before its return; decorators are left out.
 
     Args:
-        program: what Thunder has made of the trace; it stays as it is.
+        program: the program that Thunder has made of the trace; it stays as it is.
         stops: the names of the values to yield after the statement of a bound symbol, by its position.
     """
     function = definition_of(program)
@@ -116,7 +116,7 @@ class _Expected(NamedTuple):
     """The plan for one bound symbol.
 
     Attributes:
-        position: that of the bound symbol.
+        position: the position of the bound symbol.
         bsym: the bound symbol.
         outs: names of the tensors that it defines.
         slots: for each of them, the slots that may contain it.
@@ -136,13 +136,13 @@ class Auditor:
     """The audit of one trace, until a run has completed.
 
     Args:
-        program: what Thunder has made of the trace.
+        program: the program that Thunder has made of the trace.
         trace: the trace with slots.
         forward: for a backward trace, its forward trace, whose saved tensors may be in private slots.
         pre_shard_storage: the memory in which parameters were stored before sharding.
-        control: agrees with the other ranks.
-        start: of the trace on the control channel, if it has one.
-        pending: a set of which this is an element until a run has completed.
+        control: the agreement with the other ranks.
+        start: the start of the trace on the control channel, if it has one.
+        pending: a set that contains this auditor until a run has completed.
     """
 
     def __init__(
@@ -238,8 +238,8 @@ class Auditor:
         """Compare the effect of a bound symbol with the plan.
 
         Args:
-            state: of the parameters before.
-            outputs: what it returned for its tensors; ``None`` where it returned none, as some attention kernels do.
+            state: the state of the parameters before it.
+            outputs: the tensors that it returned; ``None`` where it returned none, as some attention kernels do.
         """
         position = expected.position
         for name, output, slots in zip(expected.outs, outputs, expected.slots, strict=True):
@@ -282,7 +282,7 @@ class Auditor:
         )
 
     def _raise(self, error: Exception) -> None:
-        """Raise an error, if there is a start at the end of the trace and on all ranks."""
+        """Raise an error at once, or at the end of the trace and on all ranks if there is a start."""
         if self._start is None:
             with self._control.announcing_failure("the audit of a trace"):
                 raise error

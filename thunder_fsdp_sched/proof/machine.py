@@ -48,7 +48,7 @@ class _Range(NamedTuple):
     """Bytes of an arena, and the token that they hold or that a value needs them to hold.
 
     Attributes:
-        region: for which bucket they were written.
+        region: the bucket, and its slot, for which they were written.
         since: what has happened to them, for errors.
     """
 
@@ -74,13 +74,13 @@ class Machine:
     """The state of arenas and values while traces run. Call :meth:`run` for forward, then for backward.
 
     Attributes:
-        memory: the ranges of each arena that something was written to.
+        memory: the written ranges of each arena.
         needs: the range that a value in an arena needs.
-        roots: the values that another one may share memory with.
-        contents: what values hold, if an effect says so.
+        roots: the values with which another one may share memory.
+        contents: the contents of values, if an effect states them.
         left: the ranges that forward has left, by identity.
         filling: the gradients in place that no reduction has collected, with the positions of their writers.
-        guarded: buckets of which backward knows that their private slots hold the parameters.
+        guarded: buckets whose private slots are known to hold the parameters in backward.
         ahead: the gathers that nothing has consumed, in the order of their issues.
         future_of: the future of its gather, for each gathered parameter.
         foreign: the position of the last communication that is not ours.
@@ -195,7 +195,7 @@ class Machine:
                 self._check(self.needs[root], f"reads {name!r}")
 
     def _check(self, needed: _Range, what: str) -> None:
-        """Refuse to read bytes that hold something else. Of bytes that nothing has written nothing is known."""
+        """Refuse to read bytes that hold something else. Bytes that nothing has written are not checked."""
         arena = self._slot(needed.region).arena
         for held in self.memory[arena]:
             if held.content != needed.content and held.overlaps(arena, needed.start, needed.end):
@@ -211,10 +211,10 @@ class Machine:
     def check_order(self, futures: Collection[str]) -> None:
         """Refuse to read buckets for the first time before those that were gathered earlier.
 
-        A hook: a machine for traces that gather in another order has another rule.
+        Machines for traces that gather in another order override this.
 
         Args:
-            futures: those of the gathers whose buckets are read now; :attr:`ahead` has them, and all others.
+            futures: the futures of the gathers whose buckets are read now; :attr:`ahead` has these and all others.
         """
         for future in itertools.islice(self.ahead, len(futures)):
             if future not in futures:

@@ -33,20 +33,20 @@ def verify(
     * Every value is defined once, before it is read. No bound symbol stands in the trace twice.
     * Every issue has exactly one wait, of its kind and bucket, and nothing else reads its future before. Gradients of a
       bucket with replicas are reduced across them, and passed to the ``all_reduce_hook`` if there is one.
-    * Whoever reads a value in a slot, or a view of it, finds there what was gathered or written for it. Nothing writes a
-      slot that a collective in flight uses, or that the writer itself reads. Gradients of a bucket may replace its
-      parameters one by one.
-    * The same holds for kept buckets, of which backward reads what ``forward`` has saved. A guard comes before backward
-      reads or writes their private slots, and nothing writes the private slot of another bucket.
+    * Each read of a value in a slot, or of a view of it, finds the bytes that were gathered or written for it. Nothing
+      writes a slot that a collective in flight uses, or that the writer itself reads. Gradients of a bucket may replace
+      its parameters one by one.
+    * The same holds for kept buckets, of which backward reads views that ``forward`` has saved. A guard comes before
+      backward reads or writes their private slots, and nothing writes the private slot of another bucket.
     * A gradient that is written in place is written where the reduction of its bucket expects it, and nothing else
       reads it.
-    * Gathers are issued in the order of their first consumers, and no more of them are in flight than may be.
+    * Gathers are issued in the order of their first consumers, and at most ``max_gathers_in_flight`` are in flight.
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
       communicates that is not ours.
     * The outputs of forward alias no slot, and the tensors that it saves for backward alias no shared slot.
     * Memory is freed (``release``) after the last read and wait. The forward of a backward frees no kept bucket, and no
       bucket that it leaves for backward.
-    * A gather of backward that expects its bucket to be resident is right: forward has left the bucket in this slot (if
+    * If a gather of backward expects its bucket to be resident, forward has left the bucket in this slot (if
       ``forward`` is given), and nothing overwrites it before that gather.
     * Only gathers of a forward with a backward, into private slots, take part in accumulation windows.
     * Collectives and waits have the operands and results of the ``original`` trace: see [Note: Whose value it is] in
@@ -60,7 +60,7 @@ def verify(
         forward: for a backward trace, its forward trace with slots.
         original: the trace as Thunder has split it; ``None`` if there is none to compare with.
         max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
-        machine: the rules.
+        machine: the class of the machine, with its rules.
 
     Raises:
         VerificationError: names the bound symbol and the bucket.
@@ -75,7 +75,7 @@ def verify(
 
 
 def is_unchanged(verified: TraceCtx, final: TraceCtx) -> bool:
-    """Return whether two traces have the same bound symbols; Thunder unwraps what a forward without backward returns."""
+    """Return whether two traces have the same bound symbols; Thunder unwraps the return of a forward without backward."""
     same = len(verified.bound_symbols) == len(final.bound_symbols)
     pairs = zip(verified.bound_symbols, final.bound_symbols, strict=False)
     return same and all(old is new or _return_the_same(old, new) for old, new in pairs)

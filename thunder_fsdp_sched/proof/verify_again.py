@@ -1,14 +1,15 @@
-"""Prove traces once more that later transforms have changed.
+"""Verify traces again that later transforms have changed.
 
 [Note: Whose value it is]
 The operands of a reduction, the shards of a gather and the results of a wait belong to the parameters of a bucket by
-position. A trace in which two gradients of equal shape have changed places looks as valid as the right one. So the proof
-needs a witness, which is the trace from which another one was made:
+position. A trace in which two gradients of equal shape are swapped looks as valid as the right one. So a trace is
+compared with the one from which it was made:
 
 - Passes between Thunder's split and ``verify`` move statements and rename nothing. ``verify`` compares the names.
-- Transforms of others may rename, fuse and replace. ``check_values`` numbers the values of both traces: a value has the
-  number of another one if the same operator computes it from values with the same numbers. What a transform computes in its
-  own way, it claims to be the value whose name it keeps. Under a new name it must at least derive from the right value.
+- Transforms of others may rename, fuse and replace values. ``check_values`` numbers the values of both traces: two
+  values have the same number if the same operator computes them from values with the same numbers. If a transform
+  computes a value in its own way and keeps its name, it counts as the same value. Under a new name it must derive from
+  the right value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .verify import returned_by
 
 
 def check_values(before: Sequence[TraceCtx], after: Sequence[TraceCtx]) -> None:
-    """Raise an error unless statements of this package, and returns, have the same values as before.
+    """Raise an error unless statements of this package, and returns, read the same values as before.
 
     Args:
         before: the forward trace, and the backward trace if there is one.
@@ -54,7 +55,7 @@ class _Values:
     """The numbers of values in traces that run one after the other.
 
     Args:
-        before: those of the same traces before they were changed.
+        before: the numbers in the same traces before they were changed.
 
     Attributes:
         number_of: the number of each value, by its name, in the latest trace.
@@ -104,7 +105,7 @@ class _Values:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _unpack(self, bsym: BoundSymbol, paths: dict[str, tuple[int, ...]]) -> None:
-        """Give what is unpacked from the values that forward has saved their numbers; a path is where it is in there."""
+        """Give unpacked values the numbers that they had when forward saved them; a path is a position among these."""
         source = next(iter(args_of(bsym)), None)
         for index, name in enumerate(p.name for p in bsym.flat_proxy_outs):
             first = () if self.half == "backward" and not paths else (-1 - len(paths),)
@@ -169,20 +170,20 @@ class _Values:
 
 
 def _read_by(bsym: BoundSymbol) -> Iterator[str]:
-    """Return what a statement reads; of the return statement, the outputs alone."""
+    """Return the names that a statement reads; for the return statement, those of the outputs alone."""
     return iter(returned_by(bsym)[0] if bsym.sym.id is PrimIDs.RETURN else args_of(bsym))
 
 
 def verify_again(
     verified: Sequence[TraceCtx], final: Sequence[TraceCtx], *, max_gathers_in_flight: int | None, after: str
 ) -> None:
-    """Prove the traces that Thunder makes a program of, after later transforms have changed those that were verified.
+    """Verify the traces that Thunder turns into programs, which later transforms have made of the verified ones.
 
     Args:
         verified: the forward trace, and the backward trace if there is one, as this plugin has returned them.
         final: the same traces after the transforms that follow.
         max_gathers_in_flight: see ``verify``.
-        after: those transforms, for messages.
+        after: the names of these transforms, for messages.
 
     Raises:
         VerificationError: a transform has removed, added or reordered statements of this plugin, which the ranks have

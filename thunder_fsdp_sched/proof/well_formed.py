@@ -1,4 +1,4 @@
-"""The check between passes that ``Debug(check_passes=True)`` asks for."""
+"""The check after each pass that ``Debug(check_passes=True)`` turns on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_well_formed(trace: TraceCtx, after: str) -> None:
     """Raise an error unless each name is defined once, and read only after that and before it is deleted.
 
     Raises:
-        VerificationError: names the pass ``after`` which that is so, and the bound symbol.
+        VerificationError: names the pass ``after`` which the trace was checked, and the bound symbol.
     """
     defined = set(names(tree_iter((trace.args, trace.kwargs))))
     for position, bsym in enumerate(trace.bound_symbols):
