@@ -11,9 +11,9 @@ therefore a number of whole rows (possibly none, possibly all), has as many dime
 contiguous in the shard buffer. So there is no copy before or after the collective, and optimizers that check ``p.ndim``
 see the expected value.
 
-Alternatives: with FSDP2's even dim-0 shards every parameter is spread over all ranks. They reach the parameter-major
-order only with one collective or one copy per parameter; here that is the special case of one segment per parameter
-(``per_param``). FSDP1 cuts within rows, which turns every shard into a 1-D tensor.
+Alternatives: FSDP2's even dim-0 shards spread every parameter over all ranks. They need one collective or one copy per
+parameter to reach parameter-major order; here that is the special case of one segment per parameter (``per_param``).
+FSDP1 cuts within rows, which turns every shard into a 1-D tensor.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Segment:
     unsharded_offset: int  # first element in the unsharded buffer, where it has world_size * shard_numel elements
     shard_offset: int  # first element in a rank's shard buffer, where it has shard_numel elements
     shard_numel: int  # elements that each rank owns, padding included
-    exempt: bool = False  # whether its parameters travel exactly although others are encoded
+    exempt: bool = False  # whether its parameters are sent exactly although others are encoded
 
 
 @dataclass(frozen=True, eq=False)
 class RowStarts(Sequence[int]):
-    """The first row of each rank, and last the number of rows: computed, so that it takes no memory for each rank.
+    """The first row of each rank, then the number of rows; computed, so that memory does not grow with the ranks.
 
     It equals the tuple of these numbers.
     """
@@ -148,7 +148,7 @@ class Layout:
         return [_narrow(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
 
     def shard_views(self, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the rows that ``rank`` owns of each parameter, as views of its flat shard, or of the gradients."""
+        """Return the rows that ``rank`` owns of each parameter, as views of its flat shard or gradients."""
         shapes = [placement.shard_shape(rank) for placement in self.placements]
         offsets = [placement.shard_offset(rank) for placement in self.placements]
         return tuple(
@@ -180,7 +180,7 @@ def make_layout(
         itemsize: bytes of one element in the narrowest dtype in which the bucket is sent or stored.
         per_param: give each parameter a segment of its own, which splits it evenly by rows. The segments of a shard
             then follow each other without gaps.
-        exempt: indices of parameters that travel exactly although others are encoded; they get segments of their own.
+        exempt: indices of parameters that are sent exactly although others are encoded; they get segments of their own.
     """
     align = max(1, ALIGNMENT // itemsize)
     if per_param:
@@ -208,7 +208,7 @@ def make_layout(
 
 
 def _divided(shapes: Sequence[tuple[int, ...]], members: list[int], world_size: int, align: int) -> list[list[int]]:
-    """Return parameters as one segment; as one for each width of rows if they have widths that cause much padding."""
+    """Return the parameters as one segment, or as one for each width of rows if one segment has too much padding."""
     if not members:
         return []
     total = _total(shapes, [members], world_size, align)

@@ -1,4 +1,4 @@
-"""Specifications of parameters and buckets, and the plan, which has all of them: pure data."""
+"""Specifications of parameters and buckets, and the plan of all buckets: pure data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class WireFormat(Protocol):
 
 
 class Encoding(Protocol):
-    """The formats in which a bucket travels: a :class:`~thunder_fsdp_sched.CommPolicy`, which documents the methods."""
+    """The formats in which a bucket is sent: a :class:`~thunder_fsdp_sched.CommPolicy`, which documents the methods."""
 
     @property
     def gather(self) -> str | None: ...
@@ -110,8 +110,8 @@ class BucketOptions:
     Attributes:
         sharding_strategy: ``"zero3"`` if gathered again for backward, ``"zero2"`` if unsharded until then.
         mp_policy: of a bucket, only the dtypes that differ from that of the shards.
-        comm_policy: the formats in which parameters and gradients travel; ``None`` if they travel exactly.
-        gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
+        comm_policy: the formats in which parameters and gradients are sent; ``None`` for exact values.
+        gradient_divide_factor: the divisor of the sum of gradients over ranks; ``None`` for the number of ranks.
         secondary_ranks: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
             See [Note: Secondary shards] in ``extras.secondary_shards``.
     """
@@ -205,7 +205,7 @@ class BucketSpec:
 
     @property
     def has_error_feedback(self) -> bool:
-        """Whether what rounding its gradients has lost is added to the next ones."""
+        """Whether the rounding errors of gradients are added to the next ones."""
         policy = self.options.comm_policy
         return policy is not None and policy.error_feedback and self.reduce_wire is not None
 
@@ -216,14 +216,14 @@ class BucketSpec:
 
     @property
     def sent_shard(self) -> tuple[int, torch.dtype]:
-        """Elements, and their dtype, of what a rank sends to gather the bucket."""
+        """The number and the dtype of the elements that a rank sends to gather the bucket."""
         if self.gather_wire is not None:
             return self.gather_wire.nbytes, torch.uint8
         return self.layout.shard_numel, self.param_dtype
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of what a rank sends to gather the bucket."""
+        """Bytes that a rank sends to gather the bucket."""
         numel, dtype = self.sent_shard
         return numel * dtype.itemsize
 

@@ -27,7 +27,7 @@ TRANSPORTS: dict[str, Transport | str] = {
     "all_reduce": "transports.all_reduce:AllReduce",
     "symmetric_memory": "extras.symmetric_memory:SymmetricMemory",
 }
-"""All transports, keyed by name: the class until it is asked for, and then the transport."""
+"""All transports, keyed by name; before its first use, the path of its class instead."""
 
 
 def register_transport(transport: Transport) -> None:

@@ -29,8 +29,8 @@ class AllToAll(Flat):
     rank its piece, ``(W - 1) / W`` of the bucket in total, and sums the pieces that it received: at the wait, or on a
     GPU on a side stream. (A callback on gloo's thread is no option: destroying it may need the interpreter while that
     is shutting down, which aborts the process.) Pieces are summed in the order of ranks, so a result does not depend on
-    a gradient's position in the bucket. The received pieces need as much memory as the bucket. That memory is reused;
-    there is one buffer for each bucket in flight. It belongs to the model's arena and is freed with it.
+    a gradient's position in the bucket. The received pieces need as much memory as the bucket: one buffer for each
+    bucket in flight. The buffers are reused, belong to the model's arena, and are freed with it.
     """
 
     name = "all_to_all"

@@ -52,7 +52,7 @@ class TransportedBucket(Protocol):
 
     @property
     def local_slices(self) -> list[tuple[slice, slice]]:
-        """The elements of this rank's shard, and their elements in the unsharded buffer, as pairs of slices."""
+        """Pairs of slices: elements of this rank's shard, and the same elements in the unsharded buffer."""
 
     @property
     def feedback(self) -> Any:
@@ -94,7 +94,7 @@ class Buffer(NamedTuple):
     """Idle temporary memory that a collective takes, and that its wait gives back.
 
     Attributes:
-        dtype: of its elements; buffers of another dtype are not used instead.
+        dtype: the dtype of its elements; a buffer of another dtype does not serve.
         nbytes: its bytes.
     """
 
@@ -149,10 +149,10 @@ class Transport(ABC):
     def allocate_together(
         self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: BucketRanks, *, workspace: int
     ) -> list[torch.Tensor]:
-        """Memory for several buckets over the same ranks, as :meth:`allocate`; called if ``peers_read_shards``.
+        """Return memory for several buckets over the same ranks, as :meth:`allocate`; called if ``peers_read_shards``.
 
         Args:
-            sizes: elements and dtype of what each sends.
+            sizes: the number and the dtype of the elements that each sends.
             workspace: bytes that their reductions share, the largest :meth:`reduce_workspace`.
         """
         return [self.allocate(numel, dtype, device, ranks) for numel, dtype in sizes]
@@ -182,7 +182,7 @@ class Transport(ABC):
         return Traffic(messages, len(messages), is_reduce_scatter=True)
 
     def gather_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
-        """Return each buffer that one gather uses from its issue to its wait, and later collectives use again."""
+        """Return the buffers that one gather uses from its issue to its wait, and that later collectives reuse."""
         return ()
 
     def reduce_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:

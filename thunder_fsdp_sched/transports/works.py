@@ -1,4 +1,4 @@
-"""Works that an action follows, on a side stream where there are streams, and temporary memory that they borrow."""
+"""Works followed by an action, on a side stream if there are streams, and the temporary memory that they borrow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _OnStream:
 
 
 class _Followed:
-    """Works, and an action that follows them when they are waited for. Both happen once, however often that is."""
+    """Works, and an action that the wait runs after them. Both happen only in the first wait."""
 
     def __init__(self, works: Sequence[Work], action: Callable[[], None]) -> None:
         self._works, self._action = works, action
@@ -55,8 +55,8 @@ class _Followed:
 
 
 def returning(work: Work, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], *buffers: torch.Tensor) -> Work:
-    """Return ``work``, after whose wait its buffers are idle memory of ``scratch`` again."""
-    # A release drops these lists, and with them what is in use at that time.
+    """Return ``work`` such that its wait also gives its buffers back to ``scratch``."""
+    # A release drops these lists, and with them the buffers that are in use at that time.
     lent = [(scratch[buffer.dtype, buffer.numel()], buffer) for buffer in buffers]
 
     def give_back() -> None:
