@@ -82,11 +82,11 @@ class Progress:
 
 
 class Artifacts:
-    """A compilation, as torch's structured log shows it. tlparse compares those of all ranks, by their numbers.
+    """One compilation in torch's structured log. tlparse compares those of all ranks by their numbers.
 
     Args:
         module: a number of the module, the same on all ranks.
-        compilation: of this module on this rank, from 0.
+        compilation: the number of the compilation of this module on this rank, from 0.
     """
 
     def __init__(self, module: int, compilation: int) -> None:
@@ -104,8 +104,8 @@ class Artifacts:
     def log_schedule(self, half: str, unscheduled: TraceCtx, schedule: Any) -> None:
         """Log a trace before it is scheduled, and its ``Schedule``, before the ranks compare theirs.
 
-        The shortest comes first: without ``TORCH_TRACE``, torch finds out that it writes no log from the first message of a
-        process, whose payload it asks for. Printing a trace of 32 blocks takes 0.3 s.
+        The shortest payload comes first: even without ``TORCH_TRACE``, torch calls the first payload of a process, and
+        only then finds that it writes no log. Printing a trace of 32 blocks takes 0.3 s.
         """
         self.log("inductor_collective_schedule", half, schedule.collectives)
         self.log(f"fsdp_{half}_before", half, lambda: str(unscheduled), encoding="string")

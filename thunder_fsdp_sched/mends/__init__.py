@@ -1,4 +1,4 @@
-"""Passes that mend what Thunder does wrong or cannot do, and so have nothing to do with sharding: leave them out at first.
+"""Passes that fix what Thunder does wrong or cannot do. They are independent of sharding: skip them on a first reading.
 
 Thunder computes wrong numbers or gradients for writes in place, operands without dimensions, random numbers that are drawn
 again in backward, and some operators. Each pass makes the program right or raises an error. They run with the others, in the

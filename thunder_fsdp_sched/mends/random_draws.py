@@ -1,18 +1,18 @@
 """Draw random numbers once: backward gets forward's sample.
 
 [Note: One sample]
-A gradient belongs to the sample that forward has drawn. There are four ways in which another one could take part:
+A gradient belongs to the sample that forward has drawn. There are four ways in which another sample could enter it:
 
 1. ``torch.utils.checkpoint`` and ``max_memory`` recompute values of forward. ``draw_once`` takes every operator that is not
    known to be pure out of a region of ``checkpoint``: what it returns is saved, and what follows is recomputed from it.
-   ``max_memory`` chooses among pure operators only.
+   ``max_memory`` chooses only pure operators.
 2. Fusion executors rematerialize: they move operators of forward into regions of backward, except those that Thunder
    has tagged as random. ``mark_draws`` tags the others.
-3. nvFuser merges operators that have the same arguments, also two that draw. ``refuse_merged_draws`` finds that.
+3. nvFuser merges operators that have the same arguments, even two that draw. ``refuse_merged_draws`` finds that.
 4. Thunder computes the gradient of an operator that it registered automatically by running the operator again, and other
    grad rules could. ``reject_resampled_random_grads`` looks for all operators that draw in the backward trace that runs.
 
-Thunder's tags would not do, because many random operators have none. These passes go by facts about operators.
+Thunder's tags do not suffice, because many random operators have none. These passes use the facts about operators.
 """
 
 from __future__ import annotations
@@ -133,6 +133,6 @@ def described(bsym: BoundSymbol) -> str:
 
 
 def parts_of(trace: TraceCtx) -> Iterator[BoundSymbol]:
-    """Yield the bound symbols of a trace, in place of fusions those that they consist of."""
+    """Yield the bound symbols of a trace; for a fusion, its subsymbols."""
     for bsym in trace.bound_symbols:
         yield from bsym.subsymbols if bsym.sym.is_fusion else (bsym,)

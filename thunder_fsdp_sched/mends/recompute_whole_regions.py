@@ -1,11 +1,11 @@
 """Recompute regions of ``torch.utils.checkpoint`` up to their results.
 
 [Note: Last operators of a region]
-Thunder tags the values of a region that backward recomputes: all that the region computes, except its results. A grad rule,
-or the decomposition of an operator, inherits the tag from the operator. So an operator that computes a result has none,
-and everything else that its rule computes in forward is saved: the softmax of a ``cross_entropy``, the statistics of a
-``layer_norm``, the intermediate values of a ``gelu``. This pass makes such a result a copy of a value that is recomputed
-as all others.
+Thunder tags the values of a region that backward recomputes: all values except the results of the region. The values in
+an operator's grad rule or decomposition inherit its tag. So an operator that computes a result has no tag, and all
+other values that its rule computes in forward are saved: the softmax of a ``cross_entropy``, the statistics of a
+``layer_norm``, the intermediate values of a ``gelu``. This pass makes such a result a copy of a value that is
+recomputed like all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..private_thunder import renamed
 
 
 def recompute_whole_regions(trace: TraceCtx) -> TraceCtx:
-    """Let the operators that compute the results of a ``torch.utils.checkpoint`` region be recomputed, too.
+    """Let operators that compute the results of a ``torch.utils.checkpoint`` region be recomputed, too.
 
     Runs on the computation after ``draw_once``, which leaves out operators that are not pure, and before it is
     differentiated. Before, where ``t9`` is recomputed and ``t10`` is a result::

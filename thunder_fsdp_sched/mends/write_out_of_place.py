@@ -1,9 +1,9 @@
-"""Turn operators that change tensors in place into ones that do not.
+"""Replace in-place operators by out-of-place ones.
 
 [Note: Writes in place]
-Thunder computes the result of ``y.mul_(2)`` and copies it into the memory of ``y``. Its autograd takes the copy for the
-only new value: a gradient does not pass from ``y`` to a view of it that was written, or back, and a value that backward
-has saved is overwritten. So this pass gives each write a new value instead, before anything is differentiated:
+Thunder computes the result of ``y.mul_(2)`` and copies it into the memory of ``y``. Its autograd treats the copy as the
+only new value: gradients pass neither from ``y`` to a written view of it nor back, and values that are saved for
+backward are overwritten. So this pass makes each write compute a new value instead, before anything is differentiated:
 
 - A tensor that is no view (a *base*) has a value, which each write replaces. Each view keeps the operators that made it.
 - A write to a view computes the new value of its base: ``reshape`` and ``transpose`` are undone, and a slice is set in a
@@ -13,10 +13,10 @@ has saved is overwritten. So this pass gives each write a new value instead, bef
   ``fsdp_with_value(old, new)``: the new values, with the gradient of the old ones.
 - At the end, the new values of arguments and buffers are copied into their memory.
 
-Whether ``reshape`` returns a view depends on strides. Those of values are known from what the functions of torch return for
-contiguous arguments, so then the prologue checks that these are.
+Whether ``reshape`` returns a view depends on strides. The strides of values are those that torch's functions return for
+contiguous arguments. So if a write depends on them, the prologue checks that the arguments are contiguous.
 
-Refused by name are views that cannot be undone (``diagonal``, ``expand``, other dtypes), writes to parameters and to
+Errors refuse writes to views that cannot be undone (``diagonal``, ``expand``, other dtypes), to parameters, to
 arguments that require gradients, and to an argument whose memory another one shares.
 """
 
@@ -109,7 +109,7 @@ def write_out_of_place(
 
 
 class _View(NamedTuple):
-    """A view: of which tensor, and the prim that makes it; ``None`` if it is the tensor itself, or its values (detach)."""
+    """A view of ``parent``, and the prim that makes it: ``None`` for the tensor itself, or for its values (detach)."""
 
     parent: str
     prim: BoundSymbol | None
@@ -128,7 +128,7 @@ class _Rewriting:
         self._unknown: dict[str, list[BoundSymbol]] = {}  # by base: operators with views that cannot be undone
         self._seen_through: dict[
             str, Sequence[str]
-        ] = {}  # by such a view, which counts as a base: what it is a view of
+        ] = {}  # for each such view, which counts as a base: the tensors of which it is a view
         self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
         self._versions: dict[str, int] = {}  # of bases: how often each was written
         self._values: dict[str, tuple[int, TensorProxy]] = {}  # the latest values, and of which version of their base
@@ -180,7 +180,7 @@ class _Rewriting:
         return name
 
     def _bases_of(self, name: str) -> Iterator[str]:
-        """Yield the base of a tensor, and the bases that it is a view of if that view cannot be undone."""
+        """Yield the base of a tensor, and the bases of which it is a view that cannot be undone."""
         yield (base := self._base(name))
         for parent in self._seen_through.get(base, ()):
             yield from self._bases_of(parent)
@@ -233,7 +233,7 @@ class _Rewriting:
             self._grad_enabled[base] = bool(copy.kwargs["grad_enabled"])
 
     def _note_same(self, name: str, known: str) -> None:
-        """Note another name of a tensor."""
+        """Record another name of a tensor."""
         self._views[name] = _View(known, None)
         if known in self._needing:
             self._needing.add(name)
@@ -344,7 +344,7 @@ def _undo(prim: BoundSymbol, whole: TensorProxy, part: TensorProxy, copy: BoundS
 
 
 def _check_argument(argument: TensorProxy | None, copy: BoundSymbol, parameters: Mapping[str, str]) -> None:
-    """Raise an error for a write to an argument that a gradient goes to."""
+    """Raise an error for a write to an argument that gets a gradient."""
     if argument is not None and (argument.name in parameters or argument.requires_grad):
         if argument.name in parameters:
             _refuse(copy, "module.in-place-change-of-parameter", parameter=parameters[argument.name])

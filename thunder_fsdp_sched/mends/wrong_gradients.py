@@ -1,8 +1,8 @@
-"""Repair or refuse operators of which Thunder loses a gradient, or computes a wrong one.
+"""Repair or refuse operators for which Thunder loses a gradient, or computes a wrong one.
 
 [Note: Gradients of zeros]
-In torch, ``floor`` and ``dropout`` with a probability of 1 pass gradients of zeros on. Thunder passes none, and where no
-other way leads to a parameter, its gradient is ``None``: optimizers skip it, although in eager mode they would decay it.
+In torch, ``floor`` and ``dropout`` with a probability of 1 pass on gradients of zeros. Thunder passes none. If no other
+path leads to a parameter, its gradient is ``None``, and optimizers skip it, although in eager mode they would decay it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ fsdp_zero_gradient = register_value("fsdp_zero_gradient", lambda old, grad: ltor
 
 
 def connect_constants(trace: TraceCtx) -> TraceCtx:
-    """Let operators such as ``floor`` pass gradients of zeros on; see [Note: Gradients of zeros].
+    """Let operators such as ``floor`` pass on gradients of zeros; see [Note: Gradients of zeros].
 
     Runs on the computation before it is differentiated. Before::
 
@@ -119,7 +119,7 @@ def _connect(result: TensorProxy, operand: TensorProxy) -> TensorProxy:
 
 
 def _connected(bsyms: Iterable[BoundSymbol], needing: Collection[str]) -> set[str]:
-    """Return the names of the values to which Thunder knows a gradient, of which ``needing`` are known."""
+    """Return ``needing``, and the names of the values through which Thunder passes gradients to them."""
     found = set(needing)
     for bsym in bsyms:
         if bsym.subsymbols:
@@ -191,11 +191,12 @@ def _differ(one: Sequence[BoundSymbol], other: Sequence[BoundSymbol]) -> bool:
 
 
 def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
-    """Raise NotImplementedError for operators of which Thunder silently loses a gradient, or computes a wrong one.
+    """Raise NotImplementedError for operators for which Thunder silently loses a gradient, or computes a wrong one.
 
-    Runs on the computation before it is differentiated. Changes nothing. Of ``index_put`` Thunder returns the gradient of
-    the values as that of the first index, tensors in a list or tuple (``hstack``, ``lstm_cell``) get none, and that of
-    ``prod`` is NaN for elements that are zero. Most operators that read complex values have wrong gradients.
+    Runs on the computation before it is differentiated. Changes nothing. For ``index_put``, Thunder returns the
+    gradient of the values as that of the first index. Tensors in a list or tuple (``hstack``, ``lstm_cell``) get no
+    gradient. That of ``prod`` is NaN for elements that are zero. Most operators that read complex values have wrong
+    gradients.
     """
     bsyms = [bsym for bsym in trace.bound_symbols if bsym.sym.name in WRONG_GRADIENTS or _is_wrong_of_complex(bsym)]
     needing = needing_gradient(trace) if bsyms else frozenset()
