@@ -1,4 +1,4 @@
-"""Private names of Thunder's interpreter for what a program has assigned, each used in one function only."""
+"""Private names of Thunder's interpreter for the assignments of a program, each used in one function only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _modified_attributes(context: Any) -> list[Any]:
 
 
 def modified_members(context: Any) -> list[tuple[ProvenanceRecord, Any]]:
-    """Return what the program has assigned so far: where the dictionary was read from, and the key."""
+    """Return the assignments of the program so far: the provenance of the dictionary, and the key."""
     modifications = context._additional_outputs.items()
     return [(modified.provenance, key.value) for modified, changes in modifications for _, _, key, *_ in changes]
 
@@ -40,7 +40,7 @@ def save_attributes_of_root(context: Any) -> None:
 
 
 def take_constants(context: Any, path_of: Callable[[ProvenanceRecord], Any]) -> list[tuple[Any, str, Any]]:
-    """Let the epilogue store no plain values that it refuses, such as strings; return them, with path and attribute.
+    """Take plain values that the epilogue refuses, such as strings, from it; return them, with path and attribute.
 
     Args:
         path_of: returns the path of an object from the inputs; nothing for those that the program has made.
@@ -68,8 +68,8 @@ _CONSTANTS = (str, bytes, enum.Enum, torch.dtype)
 def forget_new_modules(context: Any) -> None:
     """Let the epilogue store nothing in modules that the program itself has made.
 
-    Thunder stores buffers that a program assigns, also those that ``nn.CrossEntropyLoss()`` registers in forward, and
-    fails, because such a module is no part of the one that is compiled.
+    Thunder stores buffers that a program assigns, even those that ``nn.CrossEntropyLoss()`` registers in forward, and
+    fails, because such a module is not part of the compiled one.
     """
     for modified in [m for m in context._additional_outputs if _is_new(m.provenance)]:
         del context._additional_outputs[modified]

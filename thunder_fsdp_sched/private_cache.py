@@ -18,14 +18,14 @@ from thunder.distributed import (
 )
 
 Again = Callable[[Any], Callable[[], Any] | None]
-"""For an entry of the other mode of ``no_sync``, returns what compiles its trace for the present mode, as a new entry."""
+"""For an entry of the other mode of ``no_sync``, returns a function that compiles a new entry for the present mode."""
 
 
 class TraceCache(list[Any]):
     """A list of Thunder's compiled traces of one module, with callbacks around a compilation.
 
     Thunder tries its entries in reversed order and stops at the first that fits. If none does, one of the other mode of
-    ``no_sync`` may: what Thunder has traced for it is then compiled again, which makes another entry.
+    ``no_sync`` may fit: its traces are then compiled again, into another entry.
 
     Args:
         on_miss: called when none fits a call, before Thunder traces.
@@ -49,7 +49,7 @@ class TraceCache(list[Any]):
             if (compile_again := self._again(entry)) is None:
                 continue
             prologue = _OtherMode(entry.prologue_fn)
-            yield entry._replace(prologue_fn=prologue)  # Thunder calls it with the inputs, and goes on after its error
+            yield entry._replace(prologue_fn=prologue)  # Thunder calls it with the inputs, and ignores its error
             if prologue.fits:
                 self.append(new := compile_again())
                 yield new
@@ -82,13 +82,13 @@ class Acquired(NamedTuple):
 
     @classmethod
     def of(cls, entry: Any) -> Acquired | None:
-        """Return those of an entry; ``None`` if they have been forgotten."""
+        """Return the traces of an entry; ``None`` if they have been freed."""
         histories = entry.prologue_traces, entry.computation_traces, entry.epilogue_traces
         return cls(*(traces[0] for traces in histories)) if all(histories) else None
 
 
 def compile_acquired(model: ThunderModule, acquired: Acquired) -> Any:
-    """Return a new entry of Thunder's cache, compiled of traces that an entry has been compiled of before."""
+    """Compile the traces of an earlier entry of Thunder's cache again; return the new entry."""
     data, stats = thunder.compile_data(model), thunder.compile_stats(model)
     stats.cache_misses += 1
     stats.last_compile_reasons = defaultdict(list)
@@ -105,8 +105,8 @@ def watch_compilations(
 
     Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
 
-    Thunder notes the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. Without
-    correction all later compilations would be for autocast, so what earlier calls have left is removed before each.
+    Thunder records the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. All later
+    compilations would then be for autocast, so the contexts of earlier calls are removed before each.
 
     Args:
         again: see :class:`TraceCache`.

@@ -86,7 +86,7 @@ def observed_by(context: Any, observer: Any, uncached: Sequence[type]) -> Any:
 
 
 def replace_key(value: WrappedValue, key: Any) -> None:
-    """Let a value have been read under a constant key, as far as its provenance tells."""
+    """Change the provenance of a value: it was read under a constant key."""
     provenance = value.provenance
     constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=key)
     value.provenance = ProvenanceRecord(provenance.inst, inputs=[provenance.inputs[0], constant])
@@ -94,7 +94,7 @@ def replace_key(value: WrappedValue, key: Any) -> None:
 
 
 def identify_key(value: WrappedValue) -> None:
-    """Let Thunder make an identifier of a key that is none, such as the name of the submodule ``block-1``."""
+    """Let Thunder make an identifier from a key that is not one, such as the name of the submodule ``block-1``."""
     key = value.provenance.inputs[1]
     if key.inst is PseudoInst.CONSTANT and type(key.value) is str and not f"_{key.value}".isidentifier():
         replace_key(value, _NamedText(key.value))
@@ -102,9 +102,9 @@ def identify_key(value: WrappedValue) -> None:
 
 @contextmanager
 def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Let Thunder give a tensor that the program reads a name of its own while it wraps it.
+    """Let Thunder give a tensor that the program reads a unique name while it wraps it.
 
-    It joins the names on the path by "_", and takes the weights of ``a.b`` and of ``a_b`` for one.
+    Thunder joins the names on the path by "_", so it would give the weights of ``a.b`` and of ``a_b`` one name.
 
     Args:
         known: the tensors of this trace that have a name, by name.
@@ -138,7 +138,7 @@ _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 
 
 class _NamedText(str):
-    """A key whose text, of which Thunder makes a name, is part of an identifier, and has a number, for a moment."""
+    """A key whose text is part of an identifier, with a number, while Thunder makes a name from it."""
 
     suffix: str | None = None
 
@@ -168,7 +168,7 @@ def find_attributes(source: WrappedValue) -> None:
 def unique_checks(context: Any) -> Iterator[None]:
     """Within it, Thunder's tracing adds each check to the prologue once, by its hash.
 
-    Thunder compares each check with all that there are, which takes quadratic time.
+    Thunder compares each check with all earlier ones, which takes quadratic time.
     """
     context._constraints = checks = _UniqueChecks(context._constraints)
     try:
@@ -178,7 +178,7 @@ def unique_checks(context: Any) -> Iterator[None]:
 
 
 class _UniqueChecks(list[Any]):
-    """A list of checks that is empty for Thunder's search for an equal one, and drops those that it has."""
+    """A list of checks that drops duplicates, and is empty for Thunder's own search for an equal check."""
 
     def __init__(self, checks: list[Any]) -> None:
         super().__init__(checks)

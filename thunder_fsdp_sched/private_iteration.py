@@ -1,7 +1,7 @@
 """Iterators over lists, tuples and dictionaries, and views of dictionaries, for Thunder's interpreter.
 
-Thunder's keep their position where native code does not find it, and its views compare unequal, and lack most methods.
-Those here give the interpreter wrapped values and native code plain ones, from one position, and end when Python's do.
+Native code does not find the position of Thunder's iterators; Thunder's views compare unequal and lack most methods.
+Those here give the interpreter wrapped values and native code plain ones, share one position, and end when Python's do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .private_interpreter import call_interpreted, is_interpreted_generator
 
 
 class _Iterator:
-    """An iterator over a list or tuple. Thunder's goes on after its end if the list has grown."""
+    """An iterator over a list or tuple. Thunder's continues after its end if the list has grown."""
 
     def __init__(self, sequence: WrappedValue, is_reversed: bool) -> None:
         self.sequence, self._step = sequence, -1 if is_reversed else 1
@@ -143,7 +143,7 @@ def _next_of_generator(generator: WrappedValue) -> Any:
 
 
 def next_item(_: Any, args: tuple[WrappedValue, ...], kwargs: Any) -> Callable[..., Any] | None:
-    """Choose what takes the next item of one of these iterators; ``None`` for others."""
+    """Return the function that takes the next item of one of these iterators; ``None`` for others."""
     iterator = args[0]
     if (
         is_interpreted_generator(iterator.value) and iterator.provenance.inst is PseudoInst.CONSTANT

@@ -1,12 +1,13 @@
-"""Look-ups that Thunder's interpreter makes by interpreting functions of its own, made directly.
+"""Direct versions of look-ups for which Thunder's interpreter interprets functions of its own.
 
 [Note: Direct look-ups]
 Thunder looks up each global, item and attribute by interpreting a small function of its own, such as ``lambda d, k: d[k]``,
-which looks up others. Of the instructions that it interprets for a GPT nine in ten are these. ``_HELPERS`` has these
-functions by name, each with what it arrives at in the plain case: what the interpreter has registered for a method of a
-builtin container, or an attribute that is found without running code in Python. So wrapped values, provenance and callbacks
-are the same. Whatever is not plain, or has another name in another version of Thunder, the interpreter still interprets.
-Only ``InputReads`` asks here, in the interpreter's context of one compilation, so no other program notices.
+which looks up others. Nine in ten of the instructions that it interprets for a GPT belong to these. ``_HELPERS`` has
+these functions by name, each with its outcome in the plain case: the function that the interpreter has registered for a
+method of a builtin container, or an attribute that is found without running Python code. So wrapped values, provenance
+and callbacks are the same. All other cases, and functions with another name in another version of Thunder, are still
+interpreted. Only ``InputReads`` uses this, in the interpreter's context of one compilation, so other programs are not
+affected.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _Arguments = tuple[WrappedValue, ...]
 
 
 def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:
-    """Return what does the same as ``function`` with these wrapped arguments; ``None`` if it is to be interpreted."""
+    """Return a function that does the same as ``function`` with these arguments; ``None`` if it must be interpreted."""
     if (method := METHODS.get(id(function))) is not None:
         return method
     if type(function) is FunctionType:
@@ -105,7 +106,7 @@ def item(source: WrappedValue, key: WrappedValue) -> Any:
 
 
 def find_attribute(source: WrappedValue, name: WrappedValue) -> WrappedValue | None:
-    """Return an attribute, wrapped, if it is found without running code in Python; ``None`` otherwise."""
+    """Return an attribute, wrapped, if it is found without running Python code; ``None`` otherwise."""
     plain, key = source.value, name.value
     kind = type(plain)
     if isinstance(plain, Proxy) or type(key) is not str or type(kind.__getattribute__) is FunctionType:
@@ -131,7 +132,7 @@ def _native(plain: Any, key: str) -> Any:
 
 
 def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
-    """Return what ``object.__getattribute__`` finds, unless a descriptor is one of Python."""
+    """Return the result of ``object.__getattribute__``, unless that involves a descriptor written in Python."""
     found = of_class(kind, key)
     if type(found) in _STORED:
         try:
@@ -153,12 +154,12 @@ def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
 
 
 def of_class(kind: type, key: str) -> Any:
-    """Return what the class of an object has under the name of an attribute, such as a property."""
+    """Return the entry of a class under the name of an attribute, such as a property."""
     return next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), _NOTHING)
 
 
 def _forget_changed(source: WrappedValue, key: Any) -> None:
-    """Let Thunder find an attribute again that a property computes, or that has changed where it is stored."""
+    """Let Thunder look up an attribute again that a property computes, or whose stored value has changed."""
     plain = source.value
     known = None if isinstance(plain, Proxy) or type(key) is not str else source.attribute_wrappers.get(key)
     if known is None:
@@ -184,7 +185,7 @@ _PLAIN_LOOKUPS: tuple[Any, ...] = (object.__getattribute__, ModuleType.__getattr
 
 
 def _of_container(method: str, *kinds: type) -> Callable[..., _Direct | None]:
-    """Choose what the interpreter has registered for a method of builtin containers."""
+    """Choose the function that the interpreter has registered for a method of builtin containers."""
 
     def choose(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
         kind = type(args[0].value)

@@ -51,7 +51,7 @@ def definition_of(program: Callable[..., Any]) -> ast.FunctionDef:
 def take_over(program: Callable[..., Any], name: str, run: Callable[..., Any]) -> Callable[[], None]:
     """Let a program that Thunder has made of a trace call ``run`` instead, until the returned function is called.
 
-    The program stays the same object, because Thunder already holds it, and what its decorators set holds for ``run``.
+    The program stays the same object, because Thunder already holds it, and its decorators also apply to ``run``.
 
     Args:
         name: the global name under which the program finds ``run``.
@@ -68,7 +68,7 @@ def take_over(program: Callable[..., Any], name: str, run: Callable[..., Any]) -
 
 
 def new_trace(like: Any, name: str, args: Sequence[Any]) -> Any:
-    """Return an empty trace of a function of some proxies of another trace."""
+    """Return an empty trace whose arguments are proxies of another trace."""
     trace = from_trace(like)
     trace.args = tuple(args)
     trace._siginfo = SigInfo.from_name_and_args(name, trace.args)
@@ -101,7 +101,7 @@ def fixed_shapes() -> Iterator[None]:
 
 
 def renamed(proxy: Any, trace: Any, tags: set[Any]) -> Any:
-    """Return a copy of ``proxy`` with other tags and another name, which ``trace`` makes with the same first letters."""
+    """Return a copy of ``proxy`` with other tags and a new name of ``trace``, with the same prefix."""
     if type(proxy) is TensorProxy:  # what copy.copy does, in a fraction of the time
         new = object.__new__(TensorProxy)
         new.__dict__.update(vars(proxy))
@@ -171,13 +171,13 @@ def _is_library_function(function: Any) -> bool:
 
 
 FACTS = ("_fsdp_facts", "_fsdp_like")
-"""Attributes of a bound symbol for what this package knows about its operator."""
+"""Attributes of a bound symbol for the facts about its operator."""
 
 EFFECTS, COSTS, OBSERVED_COSTS = "_fsdp_effects", "_fsdp_costs", "_fsdp_observed_costs"
 """Attributes of a bound symbol for its effects, in general and on inputs of certain strides."""
 
 NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
-"""Attributes of a bound symbol for the names of its arguments, and for its results that are no arguments."""
+"""Attributes of a bound symbol for the names of its arguments, and for its results that are not arguments."""
 
 _OF_ARGS = (
     *("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args"),
@@ -204,7 +204,7 @@ class CachingBoundSymbol(BoundSymbol):
         """Return a copy of a bound symbol.
 
         Args:
-            prints_itself: whether its symbol prints arguments that have a name without Thunder's help.
+            prints_itself: whether its symbol prints named arguments without Thunder's help.
         """
         if isinstance(bsym, cls):
             return bsym
@@ -247,7 +247,7 @@ class CachingBoundSymbol(BoundSymbol):
         """Return a copy with other proxies and subsymbols.
 
         Args:
-            new: the proxies that take the place of others, by the names of those.
+            new: the new proxies, keyed by the names of those that they replace.
         """
         args, outs = _swapped(self.flat_args, new), _swapped(self.flat_outs, new)
         of_args, of_outs = self.flat_args_and_spec[1], self.flat_outs_and_spec[1]
@@ -311,10 +311,10 @@ def cache_info() -> dict[str, Any]:
 
 
 def saved_objects(node: Any) -> Sequence[Any]:
-    """Return what a compiled forward has saved for its backward besides tensors.
+    """Return the objects, other than tensors, that a compiled forward has saved for its backward.
 
     Args:
-        node: of autograd, which runs the compiled backward.
+        node: the autograd node that runs the compiled backward.
     """
     return tuple(node.saved_other)
 
@@ -322,9 +322,9 @@ def saved_objects(node: Any) -> Sequence[Any]:
 def extend_calls(
     model: ThunderModule, before_call: Callable[[], object], is_worthwhile: Callable[[], bool], in_turn: Any
 ) -> None:
-    """Call a function before each call of a jitted module, and repeat calls that fail as long as another one says so.
+    """Call ``before_call`` before each call of a jitted module, and repeat failed calls while ``is_worthwhile()``.
 
-    The function is called after all forward pre-hooks of ``model``, which may change the module.
+    ``before_call`` runs after all forward pre-hooks of ``model``, which may change the module.
 
     Args:
         is_worthwhile: see :func:`repeated`.
@@ -342,7 +342,7 @@ def extend_calls(
 
 
 def repeated(call: Callable[..., T], is_worthwhile: Callable[[], bool]) -> Callable[..., T]:
-    """Return a function that repeats a call as long as it raises an exception and ``is_worthwhile()`` then says so."""
+    """Return a function that repeats a call as long as it raises an exception and ``is_worthwhile()`` is then true."""
 
     def again(*args: Any, **kwargs: Any) -> T:
         while True:

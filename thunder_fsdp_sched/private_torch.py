@@ -38,7 +38,7 @@ def labelled(what: str, subject: str = "") -> AbstractContextManager[Any]:
 
 
 def log_artifact(name: str, encoding: str, compile_id: tuple[int, int], payload: Callable[[], Any]) -> None:
-    """Give ``payload()`` to torch's structured log, which ``TORCH_TRACE`` writes and tlparse shows.
+    """Write ``payload()`` to torch's structured log, which ``TORCH_TRACE`` enables and tlparse shows.
 
     Args:
         encoding: ``"string"`` or ``"json"``.
@@ -94,9 +94,9 @@ def dtensor_base() -> Any:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """Return a key that tensors have in common if they share memory: the address of their storage.
+    """Return a key that is the same for tensors that share memory: the address of their storage.
 
-    Tensors on the meta device have no memory, so all of them have the same address. They share a storage object.
+    On the meta device all storages have the same address, so the key is that of the storage object.
     """
     storage = tensor.untyped_storage()
     is_meta = storage.device.type == "meta"  # those of fake tensors, too
@@ -209,9 +209,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def find_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
-    """Return the hooks that calls of these modules, and of any module, run: each with the number that torch gave it.
+    """Return the hooks of these modules, and those of all modules, each with the number that torch gave it.
 
-    No other call that adds a hook gets the same number.
+    Numbers are unique: no other registration of a hook gets the same one.
     """
     of_modules = itertools.chain.from_iterable(map(operator.attrgetter(*_HOOKS), modules))
     hooks = filter(None, itertools.chain(_global_hooks(), of_modules))
@@ -241,7 +241,7 @@ def _global_hooks() -> list[dict[int, Any]]:
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
-    """Return whether a call of ``module`` does more than to call its ``forward``."""
+    """Return whether a call of ``module`` does more than call its ``forward``."""
     return module._compiled_call_impl is not None or bool(find_hooks([module]))
 
 
@@ -251,7 +251,7 @@ def running_node() -> Any:
 
 
 def backward_number() -> int:
-    """Return the number of the backward that this thread runs, which no other backward has; -1 outside of a backward."""
+    """Return the unique number of the backward that this thread runs; -1 outside of a backward."""
     return torch._C._current_graph_task_id()
 
 
@@ -281,7 +281,7 @@ def accumulates(node: Any) -> bool | None:
 
 
 def compiled_nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the nodes that Thunder has created: each first one of a backward, with the one that runs the compiled trace.
+    """Yield pairs of nodes that Thunder has created: the first of a backward, and the one that runs the compiled trace.
 
     Args:
         tensors: the outputs of one compiled forward, and any others.
@@ -295,7 +295,7 @@ def compiled_nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def hooks_of(leaf: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a leaf's tensor hooks and post-accumulate-grad hooks: the dictionaries that handles remove them from."""
+    """Return the dictionaries of a leaf's tensor hooks and post-accumulate-grad hooks, from which handles remove hooks."""
     return leaf._backward_hooks or {}, leaf._post_accumulate_grad_hooks or {}
 
 
