@@ -121,7 +121,7 @@ class PassExecutor(FusionExecutor):
     Its ``fusion_pass`` is the only public hook that sees the joint trace before it is split.
 
     Args:
-        name: of the executor.
+        name: the name of the executor.
         run: the passes.
         claims: whether it claims all operators for fusion, so that ``run`` gets them before later executors claim any.
     """

@@ -130,7 +130,7 @@ def default_reduce_dtype(own: torch.dtype, computed: torch.dtype) -> torch.dtype
 
     Args:
         own: the parameter's dtype.
-        computed: that of the unsharded parameter.
+        computed: the dtype of the unsharded parameter.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 

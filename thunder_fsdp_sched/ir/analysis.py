@@ -119,7 +119,7 @@ class Analysis:
 
     Attributes:
         bsyms: the bound symbols of all traces, which positions count.
-        effects: those of each bound symbol, without observation.
+        effects: the effects of each bound symbol.
         values: all values, in the order in which they appear.
         args: for each position, the values that the bound symbol reads, one for each operand.
         outs: for each position, the values that it defines.

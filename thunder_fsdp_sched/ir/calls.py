@@ -36,7 +36,7 @@ NO_CALL = CallSignature((), ())
 
 def read_call(prologue: TraceCtx, *, no_sync: bool) -> CallSignature:
     """Return the properties that a prologue checks: shapes and values of inputs, flags of the module, modes."""
-    origins: dict[str, tuple[str, str]] = {}  # for a proxy, what it was read from, and the name of an attribute or mode
+    origins: dict[str, tuple[str, str]] = {}  # for a proxy, its kind of source, and the name of an attribute or mode
     inputs: list[str] = []
     flags: list[str] = []
     enabled: set[str] = set()

@@ -17,7 +17,7 @@ def check_memory(written: tuple[str, ...], contiguous: tuple[str, ...], names: t
     Args:
         written: names of tensors that are changed in place.
         contiguous: names of tensors that must be contiguous.
-        names: those of ``tensors``.
+        names: the names of ``tensors``.
     """
     storages: dict[tuple[torch.device, int], str] = {}
     for name, tensor in zip(names, tensors, strict=True):

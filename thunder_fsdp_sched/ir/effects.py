@@ -37,7 +37,7 @@ class SlotRegion(NamedTuple):
     Attributes:
         bucket: the bucket to which the bytes belong.
         slot: ``None`` before ``assign_slots``.
-        dtype: of the parameters or gradients.
+        dtype: the dtype of the parameters or gradients.
         param: the number of the parameter in the bucket; ``None`` for the whole slot.
     """
 

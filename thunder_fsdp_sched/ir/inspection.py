@@ -23,7 +23,7 @@ AGREEMENT: set[str] = set()
 """Names of the symbols with which ranks agree on what they run, such as those of ``transforms.insert_agreement``."""
 
 UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
-"""Prims that name values which exist already: arguments, and what forward has saved."""
+"""Prims that name existing values: arguments, and values that forward has saved."""
 
 _BOOKKEEPING = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 
@@ -197,7 +197,7 @@ def communicates(bsym: BoundSymbol) -> bool:
     if isinstance(sym_id, DistPrimIDs):
         return True
     # Executors claim Thunder's communication prims under other names; a process group among the arguments reveals them.
-    # So does a leaf module of which it is not known that it does not communicate.
+    # So does a leaf module, unless it is known not to communicate.
     # Proxies are left out because they look up any attribute that they lack among the operators, which takes long.
     for arg in bsym.args:
         if isinstance(arg, Proxy):

@@ -4,7 +4,7 @@
 A gradient belongs to the sample that forward has drawn. There are four ways in which another sample could enter it:
 
 1. ``torch.utils.checkpoint`` and ``max_memory`` recompute values of forward. ``draw_once`` takes every operator that is not
-   known to be pure out of a region of ``checkpoint``: what it returns is saved, and what follows is recomputed from it.
+   known to be pure out of a region of ``checkpoint``: its results are saved, and later values are recomputed from them.
    ``max_memory`` chooses only pure operators.
 2. Fusion executors rematerialize: they move operators of forward into regions of backward, except those that Thunder
    has tagged as random. ``mark_draws`` tags the others.

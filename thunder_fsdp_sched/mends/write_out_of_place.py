@@ -131,7 +131,7 @@ class _Rewriting:
         ] = {}  # for each such view, which counts as a base: the tensors of which it is a view
         self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
         self._versions: dict[str, int] = {}  # of bases: how often each was written
-        self._values: dict[str, tuple[int, TensorProxy]] = {}  # the latest values, and of which version of their base
+        self._values: dict[str, tuple[int, TensorProxy]] = {}  # the version of its base, and the value at that version
         self._strides: dict[str, tuple[int, ...]] = {}
         self._needing = {name for name, a in self._arguments.items() if a.requires_grad}  # a gradient
         self._last_use = {name: i for i, b in enumerate(trace.bound_symbols) for name in args_of(b)}

@@ -149,7 +149,7 @@ class BucketSpec:
 
     Attributes:
         name: unique in the plan, made from the module path (``transformer.h.0``).
-        options: those that may differ between buckets.
+        options: the options that may differ between buckets.
         group: description of the process group over which it is sharded.
         replicas: number of ranks that hold a copy of each shard, including this one.
     """

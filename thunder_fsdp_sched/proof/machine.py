@@ -49,7 +49,7 @@ class _Range(NamedTuple):
 
     Attributes:
         region: the bucket, and its slot, for which they were written.
-        since: what has happened to them, for errors.
+        since: what wrote or freed them, for errors.
     """
 
     start: int

@@ -291,7 +291,7 @@ class TraceStart(RoundAction):
             yield reference, 1 << first + number % self._bits
 
     def _same(self) -> int:
-        """Return the hash of what all ranks must have in common."""
+        """Return the hash of all that must be the same on all ranks."""
         state = self._surplus_issues, tuple(self._reduced), self._deferred, self._left, self._dropped
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, *self._program, *state)

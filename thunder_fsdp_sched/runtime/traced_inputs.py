@@ -53,7 +53,7 @@ class Environment:
 class Links:
     """Entries of dictionaries that hold the objects with which a program was traced: globals, and attributes of modules.
 
-    They are compared in one pass, which takes a fraction of the time of a check of its own for each.
+    They are compared in one pass, which takes a fraction of the time of separate checks.
     """
 
     def __init__(self) -> None:
@@ -205,8 +205,8 @@ class MemoryOfInputs(NamedTuple):
     """The memory layout that traces expect of tensors among the arguments, by name.
 
     Attributes:
-        written: those that are changed in place, which may not share memory with others.
-        contiguous: those that must be contiguous.
+        written: the arguments that are changed in place, which may not share memory with others.
+        contiguous: the arguments that must be contiguous.
     """
 
     written: frozenset[str] = frozenset()

@@ -78,7 +78,7 @@ class ModuleParameters:
 
     Attributes:
         stand_ins: the parameters that are in the module in place of shards now, keyed by the ``id`` of the shard.
-        placeholders: those of whole shape, on the meta device.
+        placeholders: the parameters of whole shape on the meta device, keyed by the ``id`` of the shard.
         is_gathering: whether the entries of a state dict will be gathered; then ranks may have different parameters.
     """
 

@@ -65,7 +65,7 @@ class ModulePolicies:
 
     Args:
         module: the module to shard.
-        options: those of ``fsdp``.
+        options: the options of ``fsdp``.
 
     Attributes:
         root: the precision of the whole module, whose inputs and outputs are cast outside of the trace.

@@ -364,7 +364,7 @@ def _move(model: ThunderModule, own: set[str]) -> None:
 
 
 def _registered(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield what was registered in the jitted module itself, which has only the original one."""
+    """Yield the parts that were registered in the jitted module itself, other than the original module."""
     yield from (("submodule", name) for name in model._modules if name != "_model")
     yield from (("parameter", name) for name in model._parameters)
     yield from (("buffer", name) for name in model._buffers)

@@ -79,7 +79,7 @@ def regather_for_backward(
 
 
 def reads_memory(bsym: BoundSymbol) -> bool:
-    """Return whether ``bsym`` needs the memory of what it names; ``get_grad`` only names an output of forward."""
+    """Return whether ``bsym`` needs the memory of its arguments; ``get_grad`` only names an output of forward."""
     return bsym.sym.id not in (PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.DEL)
 
 
