@@ -139,8 +139,8 @@ class CompiledTraces:
         Args:
             device: the type of device, such as ``"cuda"``; by default that of the buckets.
             accumulated: the traces of the earlier micro-batches of a window under ``no_sync``, whose gradients are not
-                reduced yet. ``True`` if they gave gradients to the same buckets as this step, as they do unless one of
-                them runs blocks that another one skips.
+                reduced yet. ``True`` if they gave gradients to the same buckets as this step, which holds unless
+                micro-batches run different blocks.
             others: other traces of the module that have run. What they keep allocated between steps counts: arenas,
                 casts of shards, receive buffers.
             merged: use the merged traces where there are some. Then the result holds if other ranks need all

@@ -230,7 +230,7 @@ def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: Wrap
 
 
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    """Choose the operator of a tensor, or that of an object on its right, such as ``__rmul__``, for which torch returns."""
+    """Choose the operator of a tensor, or that of an object on its right, such as ``__rmul__``, to which torch defers."""
     other, name = args[1].value, args[2].value
     method = getattr(TensorProxy, name, None) if type(args[0].value) is TensorProxy else None
     if method is None:
@@ -253,7 +253,7 @@ def _reflect(operator: Callable[[Any, Any], Any], other: Any, tensor: Any) -> An
 
 
 def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:
-    """Choose an operator for tensors that are no DTensors; Thunder flattens all arguments to find that out."""
+    """Choose an operator for tensors that are not DTensors; Thunder flattens all arguments to find that out."""
     kinds = {type(value.value) for value in (*args, *kwargs.values())}
     if TensorProxy not in kinds or not kinds <= _NO_DTENSORS:
         return None

@@ -34,7 +34,7 @@ from .effects import Effects, SlotRegion, effects
 from .inspection import UNPACKING, defined_by
 
 BEFORE_TRACE = -1
-"""The position of what exists when the trace begins, and the start of a slot that is resident then."""
+"""The position of values that exist when the trace begins, and the start of slots that are resident then."""
 
 
 @dataclass(eq=False, slots=True)

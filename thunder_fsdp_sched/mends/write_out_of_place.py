@@ -9,7 +9,7 @@ backward are overwritten. So this pass makes each write compute a new value inst
 - A write to a view computes the new value of its base: ``reshape`` and ``transpose`` are undone, and a slice is set in a
   copy of the tensor that it was taken from.
 - A view that is read after a write is made again from the base.
-- What autograd must not see (a write under ``torch.no_grad()``, or to the result of ``detach()``) becomes
+- A write that autograd must not see (under ``torch.no_grad()``, or to the result of ``detach()``) becomes
   ``fsdp_with_value(old, new)``: the new values, with the gradient of the old ones.
 - At the end, the new values of arguments and buffers are copied into their memory.
 

@@ -123,7 +123,7 @@ class Kind(NamedTuple):
     options: BucketOptions
 
     def labels(self, first: Kind) -> list[str]:
-        """Return additions to a bucket's name that tell it from the first one of that name; some are empty."""
+        """Return suffixes that distinguish a bucket from the first one of its name; some are empty."""
         own, other = self.options, first.options
         policy, others = own.mp_policy, other.mp_policy
         param_dtype = policy.param_dtype or self.dtype

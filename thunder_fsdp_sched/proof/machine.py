@@ -4,8 +4,8 @@
 The machine executes forward, then backward, on the effects of bound symbols alone (``ir.effects``). It has no tensors. Each
 range of bytes of each arena holds a token that says what was written there last, and each value in an arena needs a token.
 A bound symbol that reads a value while its bytes hold another token is refused, and the error names what overwrote them.
-That one check covers slots that are reused too early, gradients over parameters that are yet to be read, buckets that
-forward leaves for backward, memory that is freed too early, and gradients that something overwrites before their
+That one check covers slots that are reused too early, gradients written over parameters that are still needed, buckets
+that forward leaves for backward, memory that is freed too early, and gradients that are overwritten before their
 reduction. The other checks are about order: definitions, waits, first consumers, communication of others.
 
 It knows no symbol by name and counts no bytes. It relies on the facts about operators, which the audit of the first run

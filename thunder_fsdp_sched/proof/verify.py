@@ -1,4 +1,4 @@
-"""Prove the promises of this plugin on the trace that is about to run, and name the bound symbol that breaks one."""
+"""Prove that a trace keeps the promises of this plugin before it runs, or name the bound symbol that breaks one."""
 
 from __future__ import annotations
 

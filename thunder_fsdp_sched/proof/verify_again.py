@@ -60,7 +60,7 @@ class _Values:
     Attributes:
         number_of: the number of each value, by its name, in the latest trace.
         expected: the operands of each statement in the latest trace, as names and numbers.
-        sources: for a number that the traces before do not have, the numbers that it derives from.
+        sources: for a number that the earlier traces do not have, the numbers from which it derives.
     """
 
     def __init__(self, before: _Values | None = None) -> None:

@@ -65,9 +65,9 @@ decisions change nothing that is sent.
 [Note: Comparing texts]
 When ranks shard or compile, they compare texts in a round, which also detects a rank that does something else. The
 tokens contain a digest of the texts. If all digests are the same, nothing more is exchanged, for any number of ranks.
-Otherwise the ranks exchange details in two all-gathers, because other shapes and other process groups may
-be right. If they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all
-ranks raise the same error, and none hangs.
+Otherwise the ranks exchange details in two all-gathers, because other shapes and other process groups may be right. If
+they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all ranks raise
+the same error, and none hangs.
 """
 
 from __future__ import annotations

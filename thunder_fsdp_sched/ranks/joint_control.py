@@ -226,7 +226,7 @@ class JointControl(Control):
         It is one round if all ranks have the same lines of the same groups; otherwise they also exchange digests.
 
         Args:
-            met: whether all ranks know from a round that has just been settled that they compare.
+            met: whether a round has just been settled, from which all ranks know that they compare.
 
         Raises:
             ScheduleDisagreement: as :meth:`check_same`.

@@ -20,7 +20,7 @@ def begin_work() -> None:
 
 
 def known_to_all(error: Exception) -> Exception:
-    """Mark an error as one that all ranks have raised in the present work, or an error that names it."""
+    """Mark an error that all ranks have raised in the present work, either itself or in one that names it."""
     error._is_known_in_work = _work  # type: ignore[attr-defined]
     return error
 

@@ -3,8 +3,8 @@
 [Note: Requested gradients]
 ``backward(inputs=...)`` and ``torch.autograd.grad`` ask for some gradients only. The compiled backward computes all of them,
 and autograd drops those that nobody asked for. But gradients that accumulate under ``no_sync`` do not pass through
-autograd. So autograd is asked which of the nodes that add to a parameter's ``.grad`` it will run, and only the
-gradients of these parameters accumulate. The backward that ends a window does the same: it returns a parameter's
+autograd. So autograd is asked whether it will run the node that adds to a parameter's ``.grad``, and only the
+gradients of such parameters accumulate. The backward that ends a window does the same: it returns a parameter's
 accumulated gradient if it adds to that parameter's ``.grad``; otherwise the gradient waits for a later backward. A
 backward that adds to all parameters of its graph counts as one of all parameters of the model.
 

@@ -51,7 +51,7 @@ def alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
 def temporary_alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
     """Return a new alias that gathers all of ``bucket`` in any dtype that its ranks can send, for use between traces.
 
-    Memory for a cast of the shard is freed with the alias. Memory from which peers read could not be, because
+    Memory for a cast of the shard is freed with the alias. That is not possible if peers read from it, because
     allocating it is a collective; buckets with such a transport are sent by ``flat``, which has the same layout.
     """
     transport = bucket.spec.comm.transport

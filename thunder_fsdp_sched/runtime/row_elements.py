@@ -31,8 +31,7 @@ _ELEMENTWISE = """
     elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward logit_backward
     mish_backward sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
 """
-"""Functions that compute each element of their result from the elements at the same position of their operands, and that
-``_foreach_`` operators apply to each item of their lists."""
+"""Elementwise functions, which ``_foreach_`` operators apply to each item of their lists."""
 
 _ELEMENTWISE_OVERLOADS = {torch.ops.aten.where.self, torch.ops.aten.max.other, torch.ops.aten.min.other}
 

@@ -35,7 +35,7 @@ class RowShard(Shard):
         return super().__eq__(other)  # torch asserts that it equals Shard(0)
 
     def __hash__(self) -> int:
-        # Not that of Shard(0), so that torch's caches keep them apart; its time does not grow with the number of ranks.
+        # Not that of Shard(0), so that torch's caches keep them apart. It takes constant time for any number of ranks.
         return hash((RowShard, len(self.starts), self.starts[len(self.starts) // 2], self.starts[-1]))
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ gradient it gets zeros. So:
 3. The collectives are the same in any case, because ranks may use different outputs, and other micro-batches of a window
    may have used a parameter (:attr:`Accumulation.used`). In the round of agreement at the start of backward, each rank
    announces a hash of the parameters that it has not used. Only if the hashes differ do the ranks exchange names. So a
-   parameter that some rank has used has a gradient on all ranks, and one that none has used has none on any.
+   parameter has a gradient on all ranks if any rank has used it, and on no rank otherwise.
 4. A hook that runs after the compiled node replaces the gradients of parameters that no rank has used by ``None``.
 
 Traces in which every parameter reaches every output, such as most of those with a loss alone, need neither hook.

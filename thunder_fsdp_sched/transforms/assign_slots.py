@@ -204,7 +204,7 @@ class _SharedSlots:
         arena_split: an offset (bytes) that no slot may cross.
 
     Attributes:
-        gather_of: for reductions that can use the slot of a gather of their bucket, that gather's issue, by their own.
+        gather_of: the issue of the gather whose slot a reduction of its bucket can use, keyed by the reduction's issue.
     """
 
     def __init__(self, ranges: Sequence[Lifetime], arena_split: int | None) -> None:

@@ -183,7 +183,7 @@ class _RegionProgram(NamedTuple):
 
 
 _Part = Literal["all", "forward", "backward"]
-"""A program without gradients; its forward; its backward, which reads all that forward reads and returns."""
+"""All of a program without gradients; the forward; the backward, which reads the inputs and results of forward."""
 
 
 def _program(

@@ -42,8 +42,8 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -
 def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
     """Detach results that need no gradient, where forward returns them or assigns them to attributes.
 
-    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. A result that the program
-    keeps would keep all tensors saved for backward alive, and a later call that reads it from an attribute would
+    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. If the program keeps such
+    a result, all tensors saved for backward stay alive, and a later call that reads it from an attribute would
     differentiate this call as well. Before::
 
         module.mask = t3

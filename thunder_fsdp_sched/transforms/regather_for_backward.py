@@ -1,7 +1,7 @@
 """Gather parameters again in backward (ZeRO-3), and recompute values that derive from them or are chosen.
 
 [Note: Recomputation of values]
-``max_memory`` chooses values of forward that backward computes again instead of reading what forward has saved
+With ``max_memory``, backward recomputes chosen values of forward instead of reading saved ones
 (``extras.planning.recomputation``). This pass repeats the operators that compute them, right before their first reader in
 backward. So recomputation is by value, not by module: an operator runs again only if something in backward needs it.
 Operators and inputs are those of forward, so the values have the same bits. Only operators that are known to be pure

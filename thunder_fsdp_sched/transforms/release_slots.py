@@ -18,8 +18,8 @@ these into buffers of their own. In an arena that is kept from step to step, all
 forward, where memory peaks, because the activations of all blocks are in memory and nothing is reduced yet. By the time
 backward reduces gradients, it has freed some activations.
 
-So with ``max_memory`` the search also tries an *extension*: slots of backward get the memory that forward needs, and only
-those that do not fit get memory of the arena's extension, which their first use in backward allocates. At the end of
+So with ``max_memory`` the search also tries an *extension*: slots of backward use the memory that forward needs, and
+only those that do not fit use the arena's extension, which is allocated at its first use in backward. At the end of
 backward ``fsdp_release`` frees it, and the receive buffers. Forward begins with the same release, because the
 step before may have been compiled without an extension, and then has left its receive buffers.
 

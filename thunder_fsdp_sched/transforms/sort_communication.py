@@ -66,8 +66,8 @@ def sort_communication(
       before its own wait. If a reduction is ready in that step, the gather is issued before it, because on one
       communicator it would queue behind the reduction. A smaller step counts by its share of the gather's bytes: see
       ``issue_points``.
-    * With ``max_gathers_in_flight``, a gather that would be one too many is issued right after the wait that makes room
-      for it, before that wait's consumer.
+    * With ``max_gathers_in_flight``, a gather beyond the limit is issued right after the wait that makes room for it,
+      before that wait's consumer.
     * A reduction is issued right after the last of its gradients. Before, the oldest in flight is waited for if it has
       probably ended, or if there would be more bytes in flight than the ``reductions_in_flight`` largest reductions have:
       see [Note: When a reduction has ended] in ``ir.slots``. The others are waited for where their results are read,
