@@ -260,6 +260,22 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def run_backward(edges: tuple[Any, ...], gradients: tuple[torch.Tensor, ...], keep_graph: bool) -> None:
+    """Run backward like ``torch.autograd.backward``, without its checks of shapes, which take longer than small graphs."""
+    torch.autograd.graph._engine_run_backward(
+        edges, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def storage_uses(storage: int) -> int:
+    """Return how many tensors and other objects own a storage.
+
+    Args:
+        storage: its address (``_cdata``). An object of Python for it would count.
+    """
+    return torch._C._storage_Use_Count(storage)
+
+
 def leaf_nodes(node: Any) -> list[tuple[Any, Any]]:
     """Return the leaves whose gradients ``node`` computes, each with the node that accumulates its gradient."""
     nodes = (following for following, _ in node.next_functions if following is not None)

@@ -442,9 +442,10 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     storage = view.untyped_storage()
     if storage.device.type == "meta":  # those of fake tensors, too
         return view
-    begin = view.storage_offset() * view.element_size()
+    begin = int(view.storage_offset()) * view.itemsize
+    nbytes = extent(view.shape, view.stride()) * view.itemsize if view.numel() else 0
     own = torch.empty(0, dtype=view.dtype, device=view.device)
-    return own.set_(storage[begin : begin + view.nbytes], 0, view.shape, view.stride())
+    return own.set_(storage[begin : begin + nbytes], 0, view.shape, view.stride())
 
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:

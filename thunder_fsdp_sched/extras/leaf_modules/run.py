@@ -11,7 +11,7 @@ Between the two, the slots of the parameters hold other buckets. So the graph mu
   parameters that backward has gathered.
 - Autograd knows parameters as results of a function of *stand-ins*, which have their shape and no memory. Gradients are
   those of the stand-ins.
-- Each parameter gets a storage of its own for one run. If it still exists after forward, something else keeps it: an
+- Each parameter has a storage of its own. If more tensors own it after forward than before, something keeps it: an
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
 
 A write to a parameter would be lost with the slot. Its version shows it: ``.data`` shares the version of a parameter
@@ -26,10 +26,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...private_torch import hooks_of, keeps_graph
-from ...runtime.memory import extent
+from ...private_torch import hooks_of, keeps_graph, run_backward, storage_uses
+from ...runtime.memory import with_own_storage
 from .leaf import Leaf
 
 
@@ -73,7 +72,10 @@ class _Place(NamedTuple):
     def find_in(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this part of a parameter, whose memory may be another one by now."""
         if parameter.dtype != self.dtype:
-            return _tensor_at(_storage_of(parameter), self.dtype, self.offset, self.size, self.stride)
+            storage = with_own_storage(parameter).untyped_storage()
+            return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+                storage, self.offset, self.size, self.stride
+            )
         if self.stride == parameter.stride() and self.size == parameter.size():
             return parameter
         return parameter.as_strided(self.size, self.stride, self.offset + int(parameter.storage_offset()))
@@ -137,25 +139,10 @@ class LeafState:
         self.used: list[frozenset[int]] = []
 
 
-def _tensor_at(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]
-) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-
-
-def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
-    """Return another storage object of the same memory, which begins and ends where the parameter does."""
-    length, itemsize = parameter.numel(), parameter.itemsize
-    if length and not parameter.is_contiguous():
-        length = extent(parameter.size(), parameter.stride())
-    begin = int(parameter.storage_offset()) * itemsize
-    return parameter.untyped_storage()[begin : begin + length * itemsize]
-
-
-def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    with torch.inference_mode(False):
-        whole = _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
-    return _of_type(_GivenParameter, whole)
+def _owner(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a version and with a storage of no more than the parameter: itself, if it is one."""
+    is_alone = parameter.untyped_storage().nbytes() == parameter.nbytes
+    return parameter if is_alone and not parameter.is_inference() else with_own_storage(parameter)
 
 
 def _of_type(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
@@ -171,11 +158,15 @@ class _LeafCall:
         self.leaf = leaf
         self.given = tensors[:count]
         self.versions = [None if t.is_inference() else t._version for t in self.given]
-        storages = list(map(_storage_of, tensors[count:]))
-        self.parameters = list(map(_with_storage, tensors[count:], storages))
+        with torch.inference_mode(False):
+            self.owners = list(map(_owner, tensors[count:]))
+            storages = [owner.untyped_storage() for owner in self.owners]  # `storage_uses` would count these objects
+            self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
+            self.storages = [storage._cdata for storage in storages]
+            del storages
+            self.uses = list(map(storage_uses, self.storages))
+            self.parameters = [_of_type(_GivenParameter, owner.detach()) for owner in self.owners]
         self.first_version = [p._version for p in self.parameters]
-        self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
-        self.alive = list(map(StorageWeakRef, storages))
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the trace gets: none shares memory with an input or a parameter."""
@@ -189,8 +180,8 @@ class _LeafCall:
 
     def check_memory(self, parameters: Sequence[torch.Tensor]) -> None:
         """Check that no parameter has other memory than before (``weight.data = other``), which would be lost."""
-        for number, (parameter, own) in enumerate(zip(parameters, self.alive, strict=True)):
-            if StorageWeakRef(parameter.untyped_storage()) != own:
+        for number, (parameter, own) in enumerate(zip(parameters, self.storages, strict=True)):
+            if parameter.untyped_storage()._cdata != own:
                 if number in self.leaf.sharded:
                     self.leaf.fail("leaf.parameter-changed-in-place", name=self.leaf.name_of(number))
                 self.leaf.fail("leaf.ignored-parameter-replaced", name=self.leaf.name_of(number))
@@ -208,9 +199,9 @@ class _LeafCall:
 
     def check_freed(self) -> None:
         """Check that nothing keeps a parameter."""
-        if not all(each.expired() for each in self.alive):
+        if list(map(storage_uses, self.storages)) != self.uses:
             gc.collect()
-            kept = [i for i, each in enumerate(self.alive) if not each.expired()]
+            kept = [i for i, uses in enumerate(map(storage_uses, self.storages)) if uses != self.uses[i]]
             if kept:
                 self.leaf.fail("leaf.parameter-kept", name=self.leaf.name_of(kept[0]))
 
@@ -318,7 +309,7 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
             # autograd.grad would not do, computes gradients of these.
             with leaf.bound(parameters):
                 edges, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(edges, gradients, retain_graph=keeps)
+                run_backward(edges, gradients, keeps)
     finally:
         state.packing.memory, state.packing.runs_backward = [], False
         if not keeps:
