@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -124,7 +126,6 @@ class Leaf:
         self.inputs, self.parameters = tuple(inputs), tuple(parameters)
         self.arguments, self.autocasts = arguments, tuple(autocasts)
         self.kept = frozenset(range(len(self.inputs)))
-        self._stand_ins: dict[int, torch.Tensor] = {}
         self._variants: dict[Any, Leaf] = {}
         self.sharded = {number for owner, key, number in entries if owner.get_parameter(key).is_meta}  # placeholders
         own = {id(entry.owner._parameters[entry.key]) for entry in entries}
@@ -186,7 +187,7 @@ class Leaf:
         key = needs, recomputes
         if key not in self._variants:
             other = self._variants[key] = object.__new__(Leaf)
-            vars(other).update(vars(self), needs=needs, recomputes=recomputes, _stand_ins={})
+            vars(other).update(vars(self), needs=needs, recomputes=recomputes)
             if recomputes:
                 other.saved_bytes, other.kept = 0, frozenset(range(len(self.inputs)))
                 other.forward_bytes += self.saved_bytes
@@ -247,13 +248,11 @@ class Leaf:
                 self.fail("leaf.returns-unexpected-gradient", number=number, path=self.path)
         return found
 
-    def stand_in(self, number: int) -> torch.Tensor:
-        """Return the tensor without memory that takes the place of an input or a parameter in autograd."""
-        if number not in self._stand_ins:
-            known = (*self.inputs, *self.parameters)[number]
-            scalar = torch.zeros((), dtype=known.dtype, device=known.device)
-            self._stand_ins[number] = scalar.expand(known.shape).requires_grad_()
-        return self._stand_ins[number]
+    @functools.cached_property
+    def stand_in(self) -> torch.Tensor:
+        """The tensor that takes the place of inputs and parameters in autograd."""
+        known = next(itertools.compress((*self.inputs, *self.parameters), self.needs))
+        return torch.empty(0, device=known.device, requires_grad=True)
 
     def name_of(self, number: int) -> str:
         """Return the name of a parameter in the leaf."""

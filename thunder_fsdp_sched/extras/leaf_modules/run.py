@@ -9,8 +9,7 @@ Between the two, the slots of the parameters hold other buckets. So the graph mu
 
 - What autograd saves of a parameter is replaced by its place in it (``saved_tensors_hooks``), and found again in the
   parameters that backward has gathered.
-- Autograd knows parameters as results of a function of *stand-ins*, which have their shape and no memory. Gradients are
-  those of the stand-ins.
+- Autograd knows parameters as results of a function of a *stand-in* without memory. That function gets their gradients.
 - Each parameter has a storage of its own. If more tensors own it after forward than before, something keeps it: an
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
 
@@ -33,21 +32,22 @@ from .leaf import Leaf
 
 
 class _Bind(torch.autograd.Function):
-    """Give inputs and parameters to a leaf as results of their stand-ins."""
+    """Give inputs and parameters to a leaf as results of a stand-in, and take their gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, packing: _Packing, tensors: list[torch.Tensor], *stand_ins: torch.Tensor
+        ctx: Any, packing: _Packing, tensors: list[torch.Tensor], stand_in: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.packing = packing
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.packing.runs_backward:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        if ctx.packing.gradients is None:
             ctx.packing.fail_outside()
-        return None, None, *grads
+        ctx.packing.gradients[:] = grads
+        return None, None, None
 
 
 class _GivenParameter(torch.nn.Parameter):
@@ -87,13 +87,13 @@ class _Packing:
     Attributes:
         numbers: of parameters, by the addresses of their storages; empty once forward has run.
         memory: the parameters, during forward and backward.
-        runs_backward: whether the backward of the model runs that of the leaf.
+        gradients: of the inputs and parameters that need one, while the backward of the model runs that of the leaf.
     """
 
     def __init__(self, leaf: Leaf, numbers: dict[int, int]) -> None:
         self.leaf, self.numbers = leaf, numbers
         self.memory: list[torch.Tensor] = []
-        self.runs_backward = False
+        self.gradients: list[torch.Tensor | None] | None = None
 
     def fail_outside(self) -> NoReturn:
         """Raise the error for gradients that would be lost."""
@@ -232,7 +232,7 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
     with torch.enable_grad(), saved_tensors_hooks(packing.pack, packing.unpack):
         given = [*(t.detach() for t in one.given), *one.parameters]
         numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
-        bound = _Bind.apply(packing, [given[i] for i in numbers], *map(leaf.stand_in, numbers))
+        bound = _Bind.apply(packing, [given[i] for i in numbers], leaf.stand_in)
         for i, tensor in zip(numbers, bound, strict=True):
             given[i] = _of_type(type(given[i]), tensor)
         binding = bound[0].grad_fn
@@ -299,10 +299,9 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
     for parameter, is_needed in zip(parameters, leaf.needs[len(leaf.inputs) :], strict=True):
         parameter.requires_grad_(is_needed)
         parameter._is_param = True
-    numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
-    stand_ins = list(map(leaf.stand_in, numbers))
-    grads: list[torch.Tensor | None] = []
-    state.packing.runs_backward = True
+    needed = [known for known, is_needed in zip((*leaf.inputs, *leaf.parameters), leaf.needs, strict=True) if is_needed]
+    grads: list[torch.Tensor | None] = [None] * len(needed)
+    state.packing.gradients = grads
     try:
         if pairs:
             # A region of torch.utils.checkpoint in the module reads the parameters again; a reentrant one, with which
@@ -311,16 +310,21 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
                 edges, gradients = zip(*pairs, strict=True)
                 run_backward(edges, gradients, keeps)
     finally:
-        state.packing.memory, state.packing.runs_backward = [], False
+        state.packing.memory, state.packing.gradients = [], None
         if not keeps:
             state.edges = None
-        for number, stand_in in zip(numbers, stand_ins, strict=True):
-            grad, stand_in.grad = stand_in.grad, None
-            again = None if number < len(leaf.inputs) else parameters[number - len(leaf.inputs)].grad
-            grads.append(again if grad is None else grad if again is None else grad + again)
+    first = len(needed) - sum(parameter.requires_grad for parameter in parameters)
+    for number, parameter in enumerate((p for p in parameters if p.requires_grad), first):
+        if (again := parameter.grad) is not None:
+            grads[number] = again if (grad := grads[number]) is None else grad + again
     if any(grad is not None and grad.layout is not torch.strided for grad in grads):
         leaf.fail("leaf.sparse-gradient")
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
     return tuple(
-        torch.zeros((), dtype=s.dtype, device=s.device).expand(s.shape) if g is None else g
-        for g, s in zip(grads, stand_ins, strict=True)
+        torch.zeros((), dtype=of.dtype, device=of.device).expand(of.shape)
+        if grad is None
+        else grad.clone()  # a view of a parameter, for example, would be lost with its slot
+        if grad.numel() and grad.untyped_storage().data_ptr() in known
+        else grad
+        for grad, of in zip(grads, needed, strict=True)
     )
