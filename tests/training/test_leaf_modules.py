@@ -75,8 +75,17 @@ class _Scaled(torch.autograd.Function):
         return grad * weight, (grad * x).sum((0, 1))
 
 
-def custom() -> nn.Module:
-    return Calling(lambda self, x: _Scaled.apply(x, self.weight), weight=nn.Parameter(torch.rand(SIZE)))
+class _StraightThrough(_Scaled):
+    """Returns its parameter as the gradient of its input."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return weight.expand_as(x), (grad * x).sum((0, 1))
+
+
+def custom(function: type[torch.autograd.Function]) -> nn.Module:
+    return Calling(lambda self, x: function.apply(x, self.weight), weight=nn.Parameter(torch.rand(SIZE)))
 
 
 def recurrent() -> nn.Module:
@@ -173,6 +182,14 @@ class Largest(nn.Module):
         return float(x.abs().max().item() > 1) + 1.0
 
 
+class Chain(nn.Sequential):
+    inputs = staticmethod(Model.inputs)
+
+    def __init__(self) -> None:
+        super().__init__(Mlp(), custom(_StraightThrough), Mlp())
+        self.double()
+
+
 def _scenario(*parts: Callable[[], nn.Module], others: Sequence[Any] = (), **options: Any) -> Scenario:
     """Return a scenario whose blocks have leaves; with ``others``, these are what it must equal."""
     options = {"leaf_modules": ("blocks.*.part",), **options}
@@ -182,7 +199,7 @@ def _scenario(*parts: Callable[[], nn.Module], others: Sequence[Any] = (), **opt
 
 
 PARTS = (
-    *(Mlp, Experts, Branch, custom, recurrent, Counting, mixture),
+    *(Mlp, Experts, Branch, recurrent, Counting, mixture, partial(custom, _Scaled)),
     *(partial(checkpointed, reentrant=False), partial(checkpointed, reentrant=True)),
 )
 WITHIN = (
@@ -202,6 +219,8 @@ SCENARIOS = {
         mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64),
         others=[partial(fsdp2, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)), {"leaf_modules": ()}],
     ),
+    # The gradient is read after another bucket has been gathered into the slot of the parameter.
+    "gradient in a parameter": Scenario(Chain, [do.train()], {"leaf_modules": ("1",)}),
     "encoded": _scenario(
         Mlp,
         comm_policy=CommPolicy(gather="int8", reduce="bfloat16"),
