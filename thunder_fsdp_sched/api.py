@@ -106,9 +106,9 @@ def fsdp(**given: Any) -> FSDPTransform:
         transport: how buckets travel, or a callable ``(bucket name, parameters) -> transport``. ``"flat"``: the bucket
             as one vector cut between rows, one collective and no copy. ``"all_to_all"``: gathers like flat; to reduce,
             ranks exchange pieces and sum them locally, which sends half the bytes of gloo's reduce-scatter.
-            ``"coalesced"``: each parameter cut evenly, one launch for all collectives, no copy. ``"all_reduce"``: one
-            all-reduce completes a buffer that holds each rank's shards in place, at twice the bytes.
-            ``"symmetric_memory"``: copy engines read the memory of peers, with CUDA within a node. ``"auto"``:
+            ``"coalesced"``: each parameter cut evenly, with NCCL one launch for all collectives, no copy.
+            ``"all_reduce"``: one all-reduce completes a buffer that holds each rank's shards in place, at twice the
+            bytes. ``"symmetric_memory"``: copy engines read the memory of peers, with CUDA within a node. ``"auto"``:
             all_to_all with gloo; otherwise flat, or with NCCL coalesced where flat would need several collectives. The
             plan gives the reason.
         mp_policy: a :class:`~torch.distributed.fsdp.MixedPrecisionPolicy` of torch. Shards are cast to ``param_dtype``

@@ -22,6 +22,7 @@ from device import SHARED_MEMORY
 from internals import BucketRanks, ProcessGroupRef
 from models import Stack, TinyParameters, UnevenRows
 from ranks import on_ranks
+from recorded import Recorded
 from scenario import Run, Scenario, do, each
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -77,6 +78,16 @@ SCENARIOS = {
 @each(SCENARIOS)
 def test_training_is_the_same_with_every_transport(name: str) -> None:
     SCENARIOS[name].run()
+
+
+@on_ranks(2)
+def test_gloo_gathers_no_parameters_in_one_call() -> None:
+    """Two coalesced all-gathers in flight would corrupt the heap, sooner or later."""
+    run = Run(Stack(1).double(), transport="coalesced")
+    with Recorded() as reads:
+        run.forward(0)
+    gathers = [name for name in reads.collectives if "gather" in name]
+    assert gathers and not any("coalesced" in name for name in gathers), gathers
 
 
 #
