@@ -119,8 +119,8 @@ def setups(arguments: argparse.Namespace, device_count: int) -> list[Setup]:
     """Return the setups that ``--only`` matches, in the order in which they run."""
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
     same = "the same with CUDA_LAUNCH_BLOCKING=1: the bits must be the same"
-    # The sanitizer takes the stream that issues a gather of a copied shard for the stream that runs it, and gloo's coalesced
-    # all-gather takes no CUDA tensors.
+    # The sanitizer takes the stream that issues a gather of a copied shard for the stream that runs it. `coalesced` has not
+    # run with gloo on a GPU.
     strict = {"environment": {"TORCH_CUDA_SANITIZER": "1"}, "without": "offload", "fuse": False}
     overlapping = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     shared = {"environment": overlapping, "without": "coalesced", "shares_device": True}
