@@ -220,13 +220,13 @@ def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(rank: 
     state: dict[str, Any] = {"model": tfs.get_model_state_dict(model)}
     forged = _MakesFolderWhenUnpickled(tmp_path / "proof")
     dcp.save({**state, "step": forged, "number": 1}, checkpoint_id=tmp_path / "extra")
-    expected = coded("checkpoint.not-loaded", "'step' is no plain value")
+    expected = coded("checkpoint.not-loaded", "'step' is not a plain value")
     refused(expected, model, load_checkpoint, model, tmp_path / "extra", extra={"step": 0})
     assert load_checkpoint(model, tmp_path / "extra", extra={"number": 0}) == {"number": 1}
     state["optim"] = tfs.get_optimizer_state_dict(model, optimizer)
     state["optim"]["param_groups"][0]["lr"] = forged
     dcp.save(state, checkpoint_id=tmp_path / "group")
-    expected = coded("checkpoint.not-loaded", "lr' is no plain value")
+    expected = coded("checkpoint.not-loaded", "lr' is not a plain value")
     refused(expected, model, load_checkpoint, model, tmp_path / "group", optimizer)
     assert not (tmp_path / "proof").exists()
     # Such values cannot be saved either, nor those that differ between ranks.
