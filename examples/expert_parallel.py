@@ -1,9 +1,9 @@
 """Train experts in parallel inside a leaf module: torchrun --nproc-per-node 4 examples/expert_parallel.py
 
-Two ranks share two experts: each has one of them, and gets the rows of both ranks that the router sends there. The two pairs
-of ranks have the same experts, so an expert is sharded over two ranks, and everything else over all four. The exchange of
-rows depends on data, so the layer runs as it is, as one operator of the trace that no other communication crosses. With
---check, gradients and weights are compared with those of one process that has all experts and all batches.
+Each pair of ranks has two experts, one on each rank. A rank receives the rows of both ranks that the router sends to its
+expert. Both pairs have the same experts, so an expert is sharded over two ranks, and everything else over all four. The
+exchange of rows depends on data, so the layer runs untraced, as one operator that no other communication crosses.
+With --check, gradients and weights are compared with those of one process that has all experts and all batches.
 """
 
 import sys
@@ -83,7 +83,7 @@ def main(check=False):
         ranks=tfs.Ranks(process_group_for=lambda name, param: same[rank % 2] if is_expert(name) else None),
         gradient_divide_factor=lambda name, module: (
             4.0 if is_expert(name) else None
-        ),  # an expert gets the rows of two ranks
+        ),  # an expert receives rows from two ranks
     )
     model = thunder.jit(model, transforms=[transform])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,6 +1,6 @@
 """ZeRO-3 for Lightning Thunder from scratch: torchrun --nproc-per-node 2 examples/from_scratch.py
 
-This file imports Thunder and torch, and nothing of thunder_fsdp_sched: it is that package in small. It trains a GPT on two
+This file imports Thunder and torch, but nothing from thunder_fsdp_sched: it is that package in small. It trains a GPT on two
 processes (*ranks*) and shows that the numbers are those of the unsharded model, and that communication runs beside compute.
 
 With ZeRO-3, each rank stores a part of every parameter, its *shard*. A layer needs whole parameters, so an all-gather
@@ -13,7 +13,7 @@ straight list of statements for forward and another for backward, without branch
 statements, and overlap is a question of their order. So this file edits lists:
 
 1. **plan**: which parameters travel together (a *bucket*), and where do they lie in memory?
-2. **insert**: unshard each bucket before its first use. Autograd makes a reduction of that in backward.
+2. **insert**: unshard each bucket before its first use. Autograd turns this into a reduction in backward.
 3. **regather**: let backward gather again, instead of reading parameters that forward has saved.
 4. **sort**: issue each collective as early as is useful, and wait for it as late as possible.
 5. **check**: refuse to run a list in which something is out of order.
@@ -75,8 +75,8 @@ def make_gpt(width=128, heads=4, blocks=2):
 
 # --8<-- [start:plan]
 # Each collective has a fixed cost, so the parameters of a block travel together. But how do they lie in memory? FSDP2 cuts
-# each *parameter* into one piece for each rank. What arrives is sorted by rank, and has to be copied to be sorted by
-# parameter. Here they lie end to end, and the *bucket* is cut, wherever that may be:
+# each *parameter* into one piece for each rank. Gathered data are then sorted by rank, and must be copied to be sorted by
+# parameter. Here parameters lie end to end, and the *bucket* is cut, even within a parameter:
 #
 #     parameters   | norm.weight | qkv.weight               | proj.weight      | padding |
 #     shards       | rank 0                      | rank 1                                |
@@ -150,7 +150,7 @@ class Collectives:
         bucket = self.buckets[name]
         return tuple(TensorProxy(shape=piece.shape, **bucket.kind) for piece in bucket.pieces)
 
-    # Compiling: what `unshard` stands for. Calling a symbol appends a statement to the trace that is being made.
+    # Compiling: what `unshard` stands for. Calling a symbol appends a statement to the trace that is being built.
     def gather_now(self, name, *shards):
         return self.wait_params(name, self.all_gather(name, *shards))
 
@@ -161,7 +161,7 @@ class Collectives:
             put_grad(shard, grad)
         return params
 
-    # Running: tensors. Shards are arguments so that the trace tells what a gather reads; what is sent is the whole range.
+    # Running: tensors. Shards are arguments so that the trace shows what a gather reads; it sends the whole shard buffer.
     def issue_gather(self, name, *shards):
         bucket = self.buckets[name]
         unsharded = bucket.shard.new_empty(bucket.numel)
@@ -179,7 +179,7 @@ class Collectives:
     def finish_reduction(self, name, in_flight):
         return self.buckets[name].shard_views(self.wait(*in_flight) / dist.get_world_size())  # gloo knows no mean
 
-    def wait(self, work, result, *others):  # which must stay alive until here
+    def wait(self, work, result, *others):  # the others must stay alive until here
         self.finished.append(work.is_completed())
         work.wait()
         return result
@@ -188,7 +188,7 @@ class Collectives:
 
 # --8<-- [start:insert]
 # Thunder traces the unsharded module into two lists. The *prologue* fetches parameters from the module, and checks that they
-# have the shapes that were traced. The *computation* gets them as arguments. But what it will get are shards.
+# have the shapes that were traced. The *computation* gets them as arguments. But now it will get shards.
 def insert(prologue, computation, collectives):
     """Drop the checks of shapes, and unshard each bucket right before the first statement that reads its parameters."""
     param_of = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
@@ -225,9 +225,9 @@ def edited(trace, bound_symbols):
 
 
 # --8<-- [start:regather]
-# Then Thunder differentiates. The *joint* trace is forward and then backward, and what backward reads of forward is saved:
+# Then Thunder differentiates. The *joint* trace is forward and then backward. All that backward reads of forward is saved:
 # unsharded parameters and views of them, too, as in ZeRO-2. For ZeRO-3, backward makes these from shards again. Executors
-# that fuse statements are shown the joint trace; this one only edits it. A view that it does not know costs memory, no more.
+# that fuse statements receive the joint trace; this one only edits it. A view that it does not know only costs memory.
 class Regather(FusionExecutor):
     VIEWS = ("expand", "permute", "shallow_copy", "squeeze", "torch_prims_reshape_impl", "unsqueeze")
 
@@ -259,14 +259,14 @@ class Regather(FusionExecutor):
 
 
 # --8<-- [start:sort]
-# So far each collective is followed by its wait: nothing overlaps. Compute keeps its order, so that the results keep their
-# bits, and communication may stand anywhere in between. A higher ``prefetch`` hides a slower link, and takes more memory.
+# So far each collective is followed by its wait: nothing overlaps. Compute keeps its order, so results stay bit for bit the
+# same; communication may move in between. A higher ``prefetch`` hides a slower link, and takes more memory.
 ISSUES, WAITS = ("all_gather", "reduce_scatter"), ("wait_params", "wait_grads")
 FREES = ("python_del", "clear_mutable_collection")
 
 
 def sort(trace, prefetch=1):
-    """Issue gathers ``prefetch`` buckets ahead and reductions at once, and put each wait right before what needs it."""
+    """Issue gathers ``prefetch`` buckets ahead and reductions at once, and put each wait right before its first reader."""
     wait_of = {bsym.args[1].name: bsym for bsym in trace.bound_symbols if bsym.sym.name in WAITS}
     compute = [bsym for bsym in trace.bound_symbols if bsym.sym.name not in (*ISSUES, *WAITS, *FREES)]
     last = len(compute) - 1  # the return
@@ -285,7 +285,7 @@ def sort(trace, prefetch=1):
         before[first_reader(gathers[max(i - prefetch, 0)])].append(gather)
     for gather in gathers:
         before[first_reader(gather)].append(wait_of[gather.output.name])
-    pending = []  # the wait for the latest reduction comes when the next one is issued, and frees its buffers
+    pending = []  # the wait for the latest reduction; it comes before the next reduction, and frees the buffers
     for reduction in sorted((b for b in trace.bound_symbols if b.sym.name == "reduce_scatter"), key=last_gradient):
         after[last_gradient(reduction)] += [*pending, reduction]
         pending = [wait_of[reduction.output.name]]
@@ -360,7 +360,7 @@ class FromScratch(Transform):
 
 
 def train(steps=6):
-    """Train a sharded and an unsharded GPT alike; return the transform, and the largest difference of a parameter."""
+    """Train a sharded and an unsharded GPT; return the transform, and the largest difference between parameters."""
     torch.manual_seed(0)
     model = thunder.jit(make_gpt(), transforms=[transform := FromScratch()])
     torch.manual_seed(0)
@@ -380,7 +380,7 @@ def train(steps=6):
             optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step}: loss {losses[0]:.6f}, unsharded {losses[1]:.6f}")
-    # Cut the trained reference as well, and compare shards. Two ranks add in one order only, so the bits are the same.
+    # Shard the trained reference, too, and compare shards. Two ranks have only one order of addition, so bits are the same.
     pairs = zip(transform.collectives.buckets.values(), plan(reference._model), strict=True)
     return transform, max((bucket.shard - expected.shard).abs().max().item() for bucket, expected in pairs)
 

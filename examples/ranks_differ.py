@@ -1,7 +1,7 @@
 """Train ranks on different parts of a model and unequal data: torchrun --nproc-per-node 2 examples/ranks_differ.py
 
 Only batches with an image run the encoder, and ranks run out of batches at different times. With FSDP2, such a loop hangs
-unless all ranks run the encoder, on a dummy image, times 0, and drop the batches that others do not have.
+unless all ranks run the encoder (on a dummy image, times 0) and drop the batches that other ranks do not have.
 With --check, the weights are compared with those of one process that trains on the batches of all ranks.
 """
 
@@ -55,8 +55,8 @@ def train(model, batches):
     """Return the number of steps and the last loss of this rank."""
     optimizer, scheduler = tools(model)
     steps = 0
-    for batch in tfs.batches(model, batches):  # goes on until no rank has another batch
-        if batch is None:  # another rank has one: take part in the communication of its forward and backward
+    for batch in tfs.batches(model, batches):  # continues until no rank has another batch
+        if batch is None:  # other ranks have one: take part in the communication of their forward and backward
             loss = tfs.without_batch(model)
         else:
             loss = model(*batch)

@@ -12,15 +12,15 @@ import transformers
 
 class ShardedTrainer(transformers.Trainer):
     def _move_model_to_device(self, model, device):
-        pass  # it is there
+        pass  # main has moved it
 
     def save_model(self, output_dir=None, _internal_call=False):
         save_pretrained(self.model, output_dir or self.args.output_dir)  # all ranks call save_model
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        if self.args.should_save:  # replace the checkpoint of a run that went further than the one resumed here
+        if self.args.should_save:  # replace the checkpoint of an earlier run that got further
             Path(output_dir, ".metadata").unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()  # all ranks look for it
+        self.accelerator.wait_for_everyone()  # all ranks look for the file
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         tfs.save_checkpoint(self.model, output_dir, self.optimizer, extra=extra)
 
