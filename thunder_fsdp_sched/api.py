@@ -52,9 +52,9 @@ def _refuse_uncalled(model: torch.nn.Module) -> NoReturn:
 def fsdp(**given: Any) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
-    ``thunder.jit`` shards the module at once. From then on its parameters are DTensors that hold this rank's rows, in one
-    flat buffer per bucket. Create optimizers, and take parameters for hooks and groups, after that. Code that would mistake
-    rows for whole parameters raises an error.
+    ``thunder.jit`` shards the module immediately. After that, its parameters are DTensors that hold this rank's rows, in
+    one flat buffer per bucket. Only then create optimizers, and take parameters for hooks and groups. Code that would
+    mistake rows for whole parameters raises an error.
 
     On any number of ranks, a step costs at most two gathers and one reduction for each bucket, and two rounds of agreement
     (``agree``). A rank receives the unsharded parameters twice and sends their gradients once.
@@ -65,8 +65,8 @@ def fsdp(**given: Any) -> FSDPTransform:
             still resident when backward starts are not gathered again. ``"zero2"`` keeps all parameters unsharded until
             backward has used them. A callable ``(module name, module) -> strategy`` decides for each module and the
             parameters that it owns directly; ``None`` means as for the module that contains it (for the root
-            ``"zero3"``). Parameters with different strategies are in different buckets. :class:`Sharding` takes one of
-            these and more: limits on unsharded memory, secondary shards, and when memory is freed.
+            ``"zero3"``). Parameters with different strategies are in different buckets. :class:`Sharding` combines one of
+            these with more: secondary shards, when micro-batches gather again, and when memory is freed.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
             tree (a child of a ModuleList or Sequential), and those of each module outside any block. The first and the
             last block are cut into several buckets if they have 3 MiB or more, because no compute hides their
@@ -74,29 +74,29 @@ def fsdp(**given: Any) -> FSDPTransform:
             bucket of its own. An int: consecutive parameters, until the bucket has that many bytes. A callable
             ``(parameter name, parameter) -> bucket name``. No bucket mixes dtypes, devices, process groups, or
             trainable and frozen parameters.
-        prefetch: how many buckets ahead of its own wait an all-gather is issued. A bucket that is smaller than the
-            gathered one (a norm, an edge piece of a block) counts by its share of the bytes. ZeRO-3 needs memory for
+        prefetch: how many buckets ahead of its own wait an all-gather is issued. A smaller bucket in between (a norm, an
+            edge piece) counts only as its share of the gathered bucket's bytes. ZeRO-3 needs memory for
             about ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` chooses the distance with the
             shortest simulated step. The default is ``"auto"`` with ``max_memory``, and 1 without it.
         max_memory: limit on all memory of a step on this rank (shards, unsharded buckets, activations, gradients,
             temporaries, inputs and outputs; not the optimizer's state), in bytes, as an int or a string such as
-            ``"70GiB"``. If forward and backward would exceed it, backward computes values again instead of reading what
-            forward saved: those whose recomputation takes the least time for what it frees at the peak. It works on
-            values, not on modules, and changes no bit of the results. If memory is left, buckets stay unsharded until
+            ``"70GiB"``. If forward and backward would exceed it, backward recomputes values that forward would
+            otherwise save: those that cost the least time per byte that they free at the peak. It chooses single values,
+            not modules, and results stay bit for bit the same. If memory is left, buckets stay unsharded until
             backward. The prefetch distance is chosen, too, unless ``prefetch`` is an int, and how many reductions may be
-            in flight: two, as without a limit, or fewer if that spares recomputation. The step is then the fastest
-            one simulated, and where the default (``prefetch=1``, nothing kept or recomputed) fits, nothing slower;
+            in flight: two, as without a limit, or fewer if that saves recomputation. The fastest simulated candidate
+            wins, so if the default (``prefetch=1``, nothing kept or recomputed) fits, nothing slower is chosen.
             ``.compiled[-1].choice`` shows the candidates, and ``.compiled[-1].memory`` the memory. Each trace is proved
-            to keep the limit. A limit that no candidate keeps is an error with the bytes of the smallest. The default is
-            no limit.
-        accumulate: how gradients accumulate under ``no_sync``. ``"unsharded"``: whole, without communication; the backward
-            that ends the window reduces the sum, so the fewest bytes are sent. ``"sharded"``: each backward reduces its
-            own, and this rank's rows accumulate in the parameters' dtype, which needs the least memory. Across replicas
-            both are reduced once, at the end. The default is ``"unsharded"``; with ``max_memory``, whichever of the two
-            fits and is faster in the simulator.
+            to keep the limit. If no candidate keeps it, an error states the bytes of the smallest. The default is no
+            limit.
+        accumulate: how gradients accumulate under ``no_sync``. ``"unsharded"``: whole gradients accumulate, without
+            communication, and the backward that ends the window reduces the sum. This sends the fewest bytes.
+            ``"sharded"``: each backward reduces its gradients, and this rank's rows accumulate in the parameters' dtype.
+            This needs the least memory. Across replicas, both are reduced once, at the end. The default is
+            ``"unsharded"``; with ``max_memory``, whichever of the two fits and is faster in the simulator.
         max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
-            gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with
+            gather still overlaps the compute of the bucket before it. Each trace is proved to keep the limit, even with
             a pinned ``schedule``. The default is no limit.
         cluster: the machine that the simulator assumes for ``prefetch="auto"`` and memory limits: a
             :class:`ClusterSpec` or the name of a preset. The default is the preset of the device at hand, or with a
@@ -118,26 +118,26 @@ def fsdp(**given: Any) -> FSDPTransform:
             ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the
             jitted module. A callable ``(module name, module) -> policy`` decides for each module and the parameters
             that it owns directly, such as norms in float32; ``None`` means as for the module that contains it (for the
-            root: no mixed precision). Like a module that FSDP2 wraps with the policy, a module for which it returns one
-            also casts its inputs and outputs, which takes Thunder some tenths of a second to trace. Parameters with
+            root: no mixed precision). A module for which the callable returns a policy also casts its inputs and
+            outputs, as in FSDP2; tracing these casts takes Thunder some tenths of a second. Parameters with
             different dtypes are in different buckets. A field of a policy that this package does not know is refused.
         comm_policy: a :class:`~thunder_fsdp_sched.CommPolicy`: parameters are gathered, or gradients reduced, in low
-            precision (``CommPolicy(gather="int8", reduce="bfloat16")``). Shards stay exact; the model computes with what
-            is decoded. A callable ``(module name, module) -> policy`` decides as for ``mp_policy``.
+            precision (``CommPolicy(gather="int8", reduce="bfloat16")``). Shards stay exact; the model computes with
+            decoded values. A callable ``(module name, module) -> policy`` decides as for ``mp_policy``.
         gradient_divide_factor: divide the sum of the gradients over ranks by this number, or a callable ``(module name,
             module) -> number`` that decides for each module, such as experts that are sharded over fewer ranks; ``None``
             means as for the module that contains it. The default is the number of ranks that share the parameter,
-            replicas included, so gradients are the mean. :func:`set_gradient_divide_factor` changes it later, and tells
-            the cost.
+            replicas included, so gradients are the mean. :func:`set_gradient_divide_factor` changes it later, at a cost
+            that it documents.
         all_reduce_hook: a callable ``(bucket name, gradients) -> None`` that modifies this rank's reduced gradients in
             place, for reductions over ranks that ``ranks`` does not have, as FSDP2's ``set_all_reduce_hook``. It runs on
-            the current stream in the wait for each reduction, which the trace marks with its name, so what it sends
+            the current stream, in the wait for each reduction; the trace shows its name there. So its communication
             overlaps no compute of backward unless the in-flight limit moves the wait forward. ``gradients`` is one flat
             vector in ``reduce_dtype`` (without replicas, sums of ``accumulate="sharded"`` are in the parameters' dtype
             if that is wider), the mean over ranks and replicas, before ``gradient_divide_factor``; its elements are in
-            the same order on all ranks with this rank's index. The agreement of ranks includes the order of these
-            calls, but not what they send, and the simulator does not know what they cost. An exception in it is one in
-            backward. Under ``no_sync`` it does not run.
+            the same order on all ranks with this rank's index. Ranks agree on the order of these calls, but not on
+            what the hook sends, and the simulator does not know its cost. An exception in the hook counts as one in
+            backward. Under ``no_sync`` the hook does not run.
         offload_policy: a :class:`~torch.distributed.fsdp.CPUOffloadPolicy` of torch. Shards and their gradients, and
             thus the optimizer's state, are stored on the CPU, in pinned memory if the policy asks for it and the device
             is a GPU. A gather first copies the shard to ``device`` on a separate stream. The host waits for these
@@ -146,36 +146,35 @@ def fsdp(**given: Any) -> FSDPTransform:
         ranks: the ranks to shard over: a process group, a device mesh, or :class:`Ranks` for more. With two dimensions of a
             mesh, parameters are replicated across the first and sharded over the second, as in FSDP2 (hybrid sharding).
             The default is the default process group.
-        init: where parameters are, and which values they begin with: see :class:`Init`.
-        leaf_modules: submodules that are not traced: each call runs the module's own forward as it is, or as
-            ``torch.compile`` has compiled it, and torch's autograd for its backward. In the trace it is one operator, so
-            its parameters are gathered before it, and its gradients are reduced after it, as usual. ``"auto"``: those that
-            Thunder cannot trace, each class with a warning. Or a sequence of names with ``*``
-            (``"model.layers.*.mlp"``), classes, names of classes, and functions ``(name, module) -> bool``, each also in a
-            pair with a function of the same arguments that returns tensors like the module's; then other modules that
-            cannot be traced are errors, unless ``"auto"`` is among them. ``()``: everything is traced, or is an error. See
-            :doc:`leaf-modules`.
-        agree: how often ranks make sure that they do the same. ``"step"``: before the collectives of each forward and
-            backward, in a round that overlaps compute; a rank that does something else is an error on all ranks that
-            names both. ``"compile"``: only when they compile; a step exchanges no messages besides its collectives. What
-            is lost: ranks whose steps differ (another branch, another number of batches, an exception on one rank) wait
+        init: where parameters are, and which values they start with: see :class:`Init`.
+        leaf_modules: submodules that are not traced: each call runs the module's own forward, compiled if ``torch.compile``
+            has compiled it, and torch's autograd computes its backward. In the trace it is one operator, so its parameters
+            are gathered before it, and its gradients are reduced after it, as usual. ``"auto"``: those that Thunder cannot
+            trace, each class with a warning. Or a sequence of names with ``*`` (``"model.layers.*.mlp"``), classes, names
+            of classes, and functions ``(name, module) -> bool``. Each of these may be in a pair with a function of the same
+            arguments that returns tensors like the module's. With a sequence, other modules that cannot be traced are
+            errors, unless it contains ``"auto"``. ``()``: everything is traced, or is an error. See :doc:`leaf-modules`.
+        agree: how often ranks check that they run the same program. ``"step"``: before the collectives of each forward and
+            backward, in a round that overlaps compute; if a rank differs, all ranks raise an error that names both
+            programs. ``"compile"``: only when they compile; a step exchanges no messages besides its collectives. But then
+            ranks whose steps differ (another branch, another number of batches, an exception on one rank) wait
             for each other until the timeout of the process group, or reduce gradients that do not belong together, and
-            gloo may abort the process. Nothing is reused that needs the consent of all ranks: backward gathers all buckets
-            that are not kept, each micro-batch of a window gathers again, and a kept bucket that another forward has
-            overwritten before backward is an error. Parameters that no output with a gradient has used get a gradient of
-            zeros instead of ``None``. The error of a save beside training is raised by the next save or ``result()``.
-            ``"never"``: ranks do not compare what they have compiled either, so a rank may compile alone. Ranks that
+            gloo may abort the process. Nothing is reused that all ranks would have to agree on: backward gathers all
+            buckets that are not kept, each micro-batch of a window gathers again, and a kept bucket that another forward
+            has overwritten before backward is an error. Parameters that no output with a gradient has used get a gradient
+            of zeros instead of ``None``. The error of a save beside training is raised by the next save or ``result()``.
+            ``"never"``: ranks do not even compare what they have compiled, so a rank may compile alone. Ranks that
             compute different things then average different gradients without an error.
-        ranks_may_differ: let ranks run different programs in the same step: other branches, blocks or experts, blocks in
-            another order, inputs of other shapes, or no batch at all (:func:`batches`, :func:`without_batch`). A rank then
-            takes part in the collectives of the others, in one order that all have, and computes only its own part. A
+        ranks_may_differ: let ranks run different programs in the same step: different branches, blocks or experts, another
+            order of blocks, inputs of different shapes, or no batch at all (:func:`batches`, :func:`without_batch`). A rank
+            then takes part in the collectives of the others, in one order for all, and computes only its own part. A
             parameter has a gradient on all ranks if any of them has used it: the sum of what they computed, divided as
             usual. Ranks must still do the same kind of thing: forward or backward, with or without gradients, under
             ``no_sync`` or not, in training or not, after the same steps of optimizers. If they run the same program, a step
-            costs what it costs without the option. A combination of programs that is new costs two all-gathers of some
+            costs what it costs without the option. A new combination of programs costs two all-gathers of some
             100 bytes for each collective, and a trace, without tracing by Thunder. Not with ``all_reduce_hook`` or
             secondary shards. See :doc:`ranks-differ`.
-        debug: which checks run, and what may be left out to find a fault: see :class:`Debug`.
+        debug: which checks run, and what to leave out to find a fault: see :class:`Debug`.
 
     Returns:
         A transform for one module. After ``thunder.jit``, ``.plan`` shows the buckets; after a call, ``.compiled``

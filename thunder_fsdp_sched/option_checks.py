@@ -1,4 +1,4 @@
-"""Checks of what users give as options. Each takes the option's name, for messages, and returns the value of its field."""
+"""Checks of users' options. Each takes the option's name, for messages, and the user's value; it returns the kept value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_a(types: Any, expected: str, then: Check = lambda name, value: value, non
     """Accept an instance of some types, which ``then`` checks and converts, and ``None`` if ``expected`` ends with it.
 
     Args:
-        none: takes the place of ``None``.
+        none: the value to keep for ``None``.
     """
 
     def check(name: str, value: Any) -> Any:
@@ -175,7 +175,7 @@ _OBEYED = [
     "param_dtype_override_fn",
     "pin_memory",
 ]
-"""The fields of torch's policies that this package obeys. Other releases of torch may have more."""
+"""The fields of torch's policies that this package supports. Other releases of torch may have more."""
 
 
 def _only_obeyed(name: str, policy: Any) -> Any:

@@ -1,11 +1,10 @@
-"""How options are declared, and those of :func:`thunder_fsdp_sched.fsdp` that have parts: dataclasses of options.
+"""The declaration of options, and the options of :func:`thunder_fsdp_sched.fsdp` with several parts, as dataclasses.
 
 [Note: Declaring options]
 An option is declared once, as a field of a subclass of ``OptionFields``. It has a name, a type, and a call of ``option``
-with its default and its check. If what is kept differs from what users give, the type is
-``Option[what users give, what is kept]``. In the constructor, type checkers and ``inspect.signature`` see what users give.
-``fsdp`` has the parameters of the constructor of ``Options``. An option is documented under ``Args`` of its class, one of
-``Options`` in the docstring of ``fsdp``.
+with its default and its check. If the check converts the user's value, the type is ``Option[type given, type kept]``. In the
+constructor, type checkers and ``inspect.signature`` see the type given. ``fsdp`` has the parameters of the constructor of
+``Options``. An option is documented under ``Args`` of its class; options of ``Options``, in the docstring of ``fsdp``.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class Option(Generic[Given, Kept]):
     """A field that checks and converts what it is set to; see [Note: Declaring options].
 
     Args:
-        default: as a user would give it.
-        check: raises TypeError or ValueError, with the name that it gets, or returns what is kept, and accepts that, too.
-        by_module: whether users may give a function of (module name, module) instead, whose answers are checked.
+        default: the default, as a user would give it.
+        check: returns the value to keep, or raises TypeError or ValueError with the option's name. Also accepts kept values.
+        by_module: whether users may give a function of (module name, module) instead, whose results are checked.
         compared: ``False`` for objects of this process: ranks compare their effect, not the option.
-        captured: whether a function may not capture other values on other ranks; of others, ranks compare the answers.
+        captured: whether a function must capture the same values on all ranks; for other functions, ranks compare results.
     """
 
     default: Given
@@ -75,7 +74,7 @@ class Option(Generic[Given, Kept]):
         vars(options)[self.name] = self.checked(self._label, value)
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return what is kept of a value that a user has given under a name."""
+        """Check a user's value, and return the value to keep; errors contain ``name``."""
         if self.by_module and callable(value) and not isinstance(value, type):
             return checks.takes("(module name, module)")(name, value)
         return self.check(name, value)
@@ -88,7 +87,7 @@ def option(*, default: Any, check: checks.Check, **more: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 class OptionFields:
-    """Makes its subclasses frozen dataclasses, whose fields are options."""
+    """The base of frozen dataclasses whose fields are options."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, repr=False)(cls)
@@ -99,7 +98,7 @@ class OptionFields:
         return {name: each for base in bases for name, each in vars(base).items() if isinstance(each, Option)}
 
     def with_kept(self, **kept: Any) -> Self:
-        """Return a copy with other values, which have been checked: a check may warn of what a user has given."""
+        """Return a copy with other kept values, without checking them again: a check may warn of a user's value."""
         new = copy.copy(self)
         vars(new).update(kept)
         return new
@@ -124,7 +123,7 @@ class OptionGroup(OptionFields):
 
     @classmethod
     def of(cls, name: str, given: Any) -> Self:
-        """Return the argument ``name`` of ``fsdp`` in full."""
+        """Return the argument ``name`` of ``fsdp`` as an instance of this class."""
         return checks.is_a(cls, f"{cls.__name__}(...)")(name, given)
 
 
@@ -156,24 +155,25 @@ def _comparable(value: Any, captured: bool) -> str:
 
 
 class Sharding(OptionGroup):
-    """How long each bucket is unsharded, and which memory it may use: ``fsdp(sharding_strategy=Sharding(...))``.
+    """How long each bucket stays unsharded, and which memory it uses: ``fsdp(sharding_strategy=Sharding(...))``.
 
     Args:
         strategy: ``"zero3"`` frees unsharded parameters after forward and gathers them again for backward; ``"zero2"``
             keeps them until their gradients are reduced. A callable ``(module name, module) -> strategy`` decides for each
             module and the parameters that it owns directly; ``None`` means as for the module that contains it (for the
             root: ``"zero3"``).
-        secondary_ranks: a number of ranks, as for FSDP2's ``reshard_after_forward``: with ``"zero3"``, ranks keep a part of
-            each bucket from forward to backward (a secondary shard), such that so many successive ranks together have
+        secondary_ranks: a number of ranks, as for FSDP2's ``reshard_after_forward``: with ``"zero3"``, each rank keeps a
+            part of each bucket from forward to backward (a secondary shard). This many successive ranks together have
             the whole bucket, and backward gathers only among them. If these ranks are one node, no gather of backward
-            leaves it. Each rank needs the bytes of all parameters in the dtype of gathers, divided by this number, until
-            backward has gathered them. The number divides the ranks that share a bucket. A callable ``(module name,
-            module) -> number`` decides for each module; ``None``, also the default, means all ranks that share it.
+            leaves it. Until backward has gathered it, this takes the bytes of all parameters in the dtype of gathers,
+            divided by this number. The number must divide the number of ranks that share a bucket. A callable
+            ``(module name, module) -> number`` decides for each module; ``None``, also the default, means all ranks that
+            share it.
         reshard_after_backward: whether each micro-batch of an accumulation window (``no_sync``) gathers again the
-            buckets that stay unsharded until backward. By default only the first one gathers them: later ones reuse what
-            is there, as long as no rank has changed a parameter or run something else with the model. ``True`` is needed
-            only if kernels of others change parameters within a window, which torch cannot see.
-        release: whether the memory of unsharded buckets is given back to the allocator at the end of backward, so that the
+            buckets that stay unsharded until backward. By default only the first one gathers them. Later ones reuse
+            them, as long as no rank has changed a parameter or run something else with the model. ``True`` is needed
+            only if custom kernels, which torch cannot see, change parameters within a window.
+        release: whether the memory of unsharded buckets is returned to the allocator at the end of backward, so that the
             optimizer or another model can use it. By default slots are allocated while traces are compiled, and a step
             allocates none. With ``True`` a forward without gradients frees everything at its end, too. Not for several
             forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then raises an error.
@@ -252,7 +252,7 @@ class Ranks(OptionGroup):
 
 
 class Init(OptionGroup):
-    """Where parameters are, and which values they begin with: ``fsdp(init=Init(...))``.
+    """Where parameters are, and which values they start with: ``fsdp(init=Init(...))``.
 
     Args:
         device: the device of shards and unsharded parameters. The default is each parameter's own. ``"cuda"`` without
@@ -262,12 +262,12 @@ class Init(OptionGroup):
             are materialized on ``device`` one at a time, so the whole module is never in memory. Without it, parameters
             on the meta device must be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
             It needs a ``device``.
-        broadcast_from: global rank whose parameters and buffers all ranks copy. The others may have made the module on the
-            meta device; a rank then receives one parameter at a time, and keeps its rows. What that rank has on the meta
-            device, too, ``param_init_fn`` initializes. By default every rank must initialize the same values.
+        broadcast_from: global rank whose parameters and buffers all ranks copy. The others may create the module on the
+            meta device; a rank then receives one parameter at a time, and keeps its rows. ``param_init_fn`` initializes
+            parameters that are on the meta device on that rank, too. By default every rank must initialize the same values.
         ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
-        allow_different_values: let ranks begin with different values of a parameter, of which each shard then
-            keeps this rank's rows; for values that are all loaded later. By default :class:`ScheduleDisagreement` names
+        allow_different_values: let ranks start with different values of a parameter; each rank keeps the rows of its
+            own. Use it if all values are loaded later. By default :class:`ScheduleDisagreement` names
             the first parameter that differs. The check reads every parameter once (over 1 GB/s for each CPU thread) and is
             skipped on the meta device and with ``broadcast_from``.
 
@@ -292,7 +292,7 @@ def _checks_passes(name: str, value: bool | None) -> bool:
 
 
 class Debug(OptionGroup):
-    """Which checks run, and what may be left out to find a fault: ``fsdp(debug=Debug(...))``.
+    """Which checks run, and what to leave out to find a fault: ``fsdp(debug=Debug(...))``.
 
     Args:
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
@@ -301,10 +301,10 @@ class Debug(OptionGroup):
         differentiate_once: differentiate one of several modules whose forwards have the same operators, and copy its joint
             trace for the others. The result is the same up to names. Likewise, modes that compute the same, such as
             ``no_sync``, share a joint trace. ``False`` lets Thunder differentiate each module, in each mode.
-        skip_passes: names of passes to leave out, of those that the table of passes in *How it works* does not call
+        skip_passes: names of passes to leave out, except those that the table of passes in *How it works* marks as
             required. A step gives the same numbers without them, but is slower or needs more memory.
         check_passes: check the trace after each pass: each name is defined once, before it is read. By default only if the
-            variable ``THUNDER_FSDP_SCHED_CHECK_PASSES`` of the environment is 1.
+            environment variable ``THUNDER_FSDP_SCHED_CHECK_PASSES`` is 1.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

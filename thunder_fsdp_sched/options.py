@@ -1,9 +1,9 @@
 """The options of :func:`thunder_fsdp_sched.fsdp`, validated.
 
-Each option answers one question, and has one name everywhere: an argument of ``fsdp``, and a field of :class:`Options`. If
-the question has several parts (which ranks, which initial values), the option is a dataclass of ``option_groups`` with a
-field for each. What functions may decide for each module is also a field of
-:class:`~thunder_fsdp_sched.plan.specs.BucketOptions`. [Note: Declaring options] in ``option_groups`` says how.
+Each option answers one question, and has one name everywhere: it is an argument of ``fsdp``, and a field of
+:class:`Options`. If the question has several parts (which ranks, which initial values), the option is a dataclass of
+``option_groups`` with a field for each part. An option that a function may decide for each module is also a field of
+:class:`~thunder_fsdp_sched.plan.specs.BucketOptions`. See [Note: Declaring options] in ``option_groups``.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Options(OptionFields):
 
     @property
     def needs_search(self) -> bool:
-        """Whether the planner chooses settings: the prefetch distance, or what keeps a limit on memory."""
+        """Whether the planner chooses settings: the prefetch distance, or settings that keep a limit on memory."""
         return self.prefetch == "auto" or self.max_memory is not None
 
     def by_module(self) -> Iterator[tuple[str, Any, checks.Check]]:
-        """Yield each field of ``BucketOptions``, its option, and the check of what a function of the module returns."""
+        """Yield each field of ``BucketOptions``, its option, and the check of values that functions of the module return."""
         in_sharding = {"sharding_strategy": "strategy", "secondary_ranks": "secondary_ranks"}
         for each in fields(BucketOptions):
             options: Any = self.sharding_strategy if each.name in in_sharding else self
