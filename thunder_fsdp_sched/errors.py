@@ -1,7 +1,7 @@
 """Errors with codes: one table, ``errors.ini``, holds the text of each.
 
-A code says what is wrong, as ``step.backward-of-freed-loss``, and stays when the text is improved: programs and tests ask
-for ``error.code``. The table is read when the first error is raised.
+A code says what is wrong, such as ``step.collective-failed``, and stays the same when the text is improved: programs and
+tests compare ``error.code``. The table is read when the first error is raised.
 """
 
 from __future__ import annotations
