@@ -206,10 +206,14 @@ def _of_type(kind: type, instead: _Direct) -> Callable[..., _Direct | None]:
 
 
 def _update(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    return _merge if all(type(mapping.value) is dict for mapping in args) else None
+    """Choose to copy what a dictionary stores, where Python asks neither its class nor the other's for items."""
+    mapping, new = args
+    is_stored = isinstance(mapping.value, dict) and not isinstance(mapping.value, OrderedDict)
+    is_stored = is_stored and getattr(type(new.value), "__iter__", None) is dict.__iter__
+    return (lambda *_: _merge(mapping, new)) if is_stored else None
 
 
-def _merge(new: WrappedValue, mapping: WrappedValue) -> Any:
+def _merge(mapping: WrappedValue, new: WrappedValue) -> Any:
     mapping.track_items()
     new.track_items()
     for key in new.value:  # the wrappers are in the order in which the program has read the items
@@ -284,7 +288,8 @@ _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "_next_lookaside.<locals>.impl"): next_item,
     (_INTERPRETER, "_reversed_lookaside.<locals>.impl"): _of_type(tuple, reverse),
     (_INTERPRETER, "_list_extend_handler.<locals>.<lambda>"): _of_container("extend", list),
-    (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): _update,
+    (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): lambda f, args, named: _update(f, args[::-1], named),
+    (_INTERPRETER, "MutMappingWrapperMethods.update.<locals>.impl_other_keys"): _update,
     (_INTERPRETER, "_call_dispatch.<locals>._impl"): _of_type(MethodType, _call_method),
     (_INTERPRETER, "partial_call_lookaside.<locals>.partial_call_impl"): _of_type(partial, _call_partial),
     (_INTERPRETER, "_binary_op.<locals>.outofplace_impl"): _operator,

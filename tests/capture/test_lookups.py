@@ -361,7 +361,8 @@ def names_of(code: CodeType, outer: str = "") -> Iterator[str]:
         if isinstance(inner, CodeType):
             name = f"{outer}{inner.co_name}"
             yield name
-            yield from names_of(inner, name + ("." if inner.co_name.endswith("comp>") else ".<locals>."))
+            is_function = inner.co_flags & inspect.CO_OPTIMIZED and not inner.co_name.endswith("comp>")
+            yield from names_of(inner, name + (".<locals>." if is_function else "."))
 
 
 NAMES = frozenset(

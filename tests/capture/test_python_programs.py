@@ -76,6 +76,23 @@ def own_attribute_methods() -> float:
     return one.number  # type: ignore[no-any-return]
 
 
+class Hidden(dict[str, float]):
+    """Stores other items than it gives."""
+
+    def __getitem__(self, key: str) -> float:
+        return 7.0
+
+
+def stored_items() -> float:
+    one, copied = Hidden(a=2.0), Hidden()
+    copied.update({"b": 3.0})
+    copied |= one
+    copied["c"] = 4.0
+    named, read = dict(**copied), {**copied}
+    named.update(one)
+    return mixed([one["a"], *named.values(), *({"d": 5.0} | one).values(), *read.values()])
+
+
 def class_attributes() -> float:
     class Inner:
         number = 2.0
@@ -253,6 +270,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "attributes that change": lambda y: changed_attributes(),
     "own methods for attributes": lambda y: own_attribute_methods(),
+    "items that a dictionary stores": lambda y: stored_items(),
     "attributes of a class that change": lambda y: class_attributes(),
     "patterns": lambda y: patterns([7, 8.0]),
     "elements of a shape": lambda y: y.shape.numel() + y.shape[1:].numel(),

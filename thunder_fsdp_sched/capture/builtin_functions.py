@@ -182,9 +182,7 @@ def list_imul(values: list[Any], times: int, /) -> list[Any]:
 
 
 def mapping_get(mapping: dict[Any, Any], key: Any, default: Any = None, /) -> Any:
-    if key in mapping:
-        return mapping[key]
-    return default
+    return dict.__getitem__(mapping, key) if dict.__contains__(mapping, key) else default
 
 
 def mapping_setdefault(mapping: dict[Any, Any], key: Any, default: Any = None) -> Any:

@@ -110,7 +110,8 @@ def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         has_function = isinstance(function, type) or not (key is None or isinstance(key, _COMPARED))
         return has_function and not is_in_thunder()
     if name == "get":
-        return hasattr(type(args[0].value), "__missing__")
+        kind = type(args[0].value)
+        return hasattr(kind, "__missing__") or isinstance(kind.__getitem__, FunctionType)
     if function is reversed:
         return not isinstance(args[0].value, tuple) and not hasattr(type(args[0].value), "__reversed__")
     if function is sum:

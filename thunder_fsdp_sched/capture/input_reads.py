@@ -94,7 +94,7 @@ from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_ch
 from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
 from .refusals import collect_refusals, is_of_program, refusal
-from .unsupported import unsupported_call
+from .unsupported import own_iterator, unsupported_call
 from .while_compiling import sooner_switches
 
 
@@ -220,6 +220,7 @@ class InputReads:
             with fixed_shapes() if is_fixed else nullcontext(), unique_name(value, self._names):
                 wrap(value)
         else:
+            own_iterator(value.value)  # which is collected
             wrap(value)
         self._note(value)
 

@@ -130,6 +130,16 @@ def _own_lookup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplemente
     )
 
 
+def own_iterator(value: Any) -> NotImplementedError | None:
+    """Return the error for a list or tuple whose class has its own ``__iter__``: Thunder iterates over what it stores."""
+    if not (isinstance(value, list | tuple) and isinstance(type(value).__iter__, FunctionType)):
+        return None
+    return refusal(
+        f"forward uses a {type(value).__name__}, a list or tuple whose own __iter__ Thunder does not call",
+        "Give it a method with another name that returns a plain list",
+    )
+
+
 def _value_or_none(look_up: Callable[[Any, str], Any], owner: Any, name: str) -> Any:
     try:
         return look_up(owner, name)
