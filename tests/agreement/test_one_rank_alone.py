@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.extras import no_sync
 from thunder_fsdp_sched.runtime.memory import Arena
 
 import pytest
@@ -39,6 +40,16 @@ def collectives() -> Iterator[list[str]]:
 def on_another_thread(function: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(function).result()
+
+
+@contextlib.contextmanager
+def _failing(fails: bool, patch: Any) -> Iterator[None]:
+    """Expect an ``IndexError`` with this patch, on the ranks that fail."""
+    with contextlib.ExitStack() as stack:
+        if fails:
+            stack.enter_context(patch)
+            stack.enter_context(pytest.raises(IndexError))
+        yield
 
 
 def _step(run: Run) -> list[str]:
@@ -109,6 +120,35 @@ def test_ranks_discard_after_one_has_failed_before_backward_and_one_in_it(rank: 
         assert run.transform.sharded.control.channel.pending is not None
     tfs.discard_unreduced(run.model)
     run.train(1, first=1)
+
+
+@on_ranks()
+def test_a_backward_that_only_one_rank_refuses_raises_on_all(rank: int) -> None:
+    run = Run(Stack(2, 8).double(), sharding_strategy=tfs.Sharding("zero2", release=True))
+    run.train(1)
+    run.micro_batch(0)
+    run.forward(1, no_sync=True)
+    real, calls = no_sync.add_grads, [None]
+    fail = mock.patch.object(no_sync, "add_grads", lambda *args: (calls.pop(), real(*args)))
+    with _failing(rank == 1, fail):
+        run.backward()
+    failed = coded("ranks.actions-differ", "rank 1: starting the backward", "which failed: RuntimeError")
+    with pytest.raises(RuntimeError, check=coded("gradient.sum-of-partial-backward") if rank else failed):
+        run.model(*run.inputs(1)).sum().backward()
+    tfs.discard_unreduced(run.model)
+    run.unsharded.discard()
+
+    first, second = (run.model(*run.inputs(1)).sum() for _ in range(2))
+    fail = mock.patch.object(Arena, "free", side_effect=IndexError)
+    with _failing(rank == 1, fail):
+        second.backward()
+    freed = coded(
+        "ranks.actions-differ", "rank 0: the backward", "after the memory of blocks.0, blocks.1, first, last was freed"
+    )
+    with pytest.raises(tfs.ScheduleDisagreement, check=freed):
+        first.backward()
+    run.model.zero_grad()
+    run.train(1)
 
 
 @on_ranks()

@@ -33,7 +33,7 @@ decision                                           where the ranks agree on it
 how a module is sharded, with which options        ``check_same`` in ``thunder.jit``
 whether a trace is compiled for new inputs         a round that a rank in a cached trace does not join: error
 its collectives, marks and computation             ``check_program``, when it is compiled
-that a call fails before its trace runs            ``Control.announce``: a round that the others do not join
+that a call or a backward fails before its trace   ``Control.announce``: a round that the others do not join
 which compiled trace runs                          the hash: the number of the agreed program
 what an exception has left out                     the hash: ``IssueCounts.surplus_issues``
 which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
@@ -41,6 +41,7 @@ that backward leaves such gradients (``inputs``)   the hash, of buckets that all
 that such gradients are discarded                  ``discard_unreduced``, which is a round
 that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
 whether backward has what forward kept or left     offered (``TraceStart.expected``): else all gather it again
+whether the memory of what it kept was freed       the hash: ``SlotOfBucket.is_freed``
 whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
 whether an optimizer's step has gathered for it    the same; whether it gathers: a round (``EarlyStep``)
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used

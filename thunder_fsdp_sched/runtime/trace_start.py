@@ -64,6 +64,12 @@ class SlotOfBucket(NamedTuple):
         bucket, slot = self.bucket(), self.slot()
         return bucket is not None and slot is not None and bucket.is_resident(slot, in_window=self.in_window)
 
+    def is_freed(self) -> bool:
+        """Return whether its memory, which only this bucket has, was freed since the forward of the running backward."""
+        bucket, slot = self.bucket(), self.slot()
+        is_own = bucket is not None and slot is bucket.private_slot
+        return slot is not None and is_own and not slot.arena.is_memory_of_running_backward()
+
 
 class TraceStart(RoundAction):
     """A compiled trace on the control channel: the opaque argument of ``fsdp_agree``, which prints its name.
@@ -106,6 +112,7 @@ class TraceStart(RoundAction):
         self._dropped = 0  # the number of failed backwards of the window whose gradients were dropped
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
         self._lost: set[SlotOfBucket] = set()  # of `expected`, those that this rank has lost
+        self._freed = ""  # of these, those whose memory was freed, with what forward has saved of it
         self._failure: Callable[[], object] | None = None
         self.auditing: set[object] = set()  # the auditors on this rank that have not seen a complete run
         self.audit_error: Exception | None = None  # the first error that the audit of this run has found
@@ -123,8 +130,9 @@ class TraceStart(RoundAction):
         control, issue_counts = self.control, self.control.issue_counts
         self._surplus_issues = issue_counts.surplus_issues
         self._begun, self._logged = self.issues, len(issue_counts.log or ())
-        self._find_pending_grads()
-        self._deferred, self._left = self._describe_windows()
+        with control.announcing_failure(f"starting the {self.text}"):
+            self._find_pending_grads()
+            self._deferred, self._left = self._describe_windows()
         self._failure = control.failure if backward_number() < 0 else None
         missing, waits = self._missing()
         offered_bits = _ALL & ~missing
@@ -161,7 +169,8 @@ class TraceStart(RoundAction):
         deferred = f", with gradients that only no_sync has left for {self._deferred}" if self._deferred else ""
         left = f", which leaves gradients of no_sync in {self._left}" if self._left else ""
         dropped = f", after {self._dropped} failed backwards under no_sync were left out" if self._dropped else ""
-        window = f"{reduced}{deferred}{left}{dropped}"
+        freed = f", after the memory of {self._freed} was freed" if self._freed else ""
+        window = f"{reduced}{deferred}{left}{dropped}{freed}"
         return f"the {self.text} of {self.control.title}{window}{after_surplus(self._surplus_issues)}"
 
     def details(self) -> Sequence[str]:
@@ -252,6 +261,7 @@ class TraceStart(RoundAction):
                     self._lost.add(expected)
                     missing |= bit
                     waits = True
+        self._freed = ", ".join(sorted(lost.name() for lost in self._lost if lost.is_freed()))
         return missing, waits
 
     def _find_unused(self) -> int:
@@ -292,7 +302,7 @@ class TraceStart(RoundAction):
 
     def _same(self) -> int:
         """Return the hash of all that must be the same on all ranks."""
-        state = self._surplus_issues, tuple(self._reduced), self._deferred, self._left, self._dropped
+        state = self._surplus_issues, tuple(self._reduced), self._deferred, self._left, self._dropped, self._freed
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, *self._program, *state)
         return self._hashed[1]

@@ -156,7 +156,7 @@ class DifferingStart(TraceStart):
         return self.half == "backward" and any(len(requested(b.params)) < len(b.params) for b in self.buckets)
 
     def _same(self) -> int:
-        state = self._surplus_issues, self._dropped, self.differences.history, self._module.training
+        state = self._surplus_issues, self._dropped, self._freed, self.differences.history, self._module.training
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, self.kind, state)
         return self._hashed[1]
