@@ -29,6 +29,7 @@ class Part(Calling):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function, linear=nn.Linear(SIZE, SIZE), other=nn.Linear(SIZE, SIZE), scale=1.0, aux=None)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mask", torch.eye(SIZE).to_sparse(), persistent=False)
 
 
 class Model(nn.Module):
@@ -98,6 +99,10 @@ RIGHT: dict[str, Case] = {
     "nothing is read": (_counting, lambda model, x: (model.part(x), F.dropout(model.last(x), 0.5))[1]),
     "data that is put back": (_rounding, lambda model, x: model.last(model.part(x))),
     "data of a buffer": (_counting_data, lambda model, x: model.last(model.part(x))),
+    "a sparse buffer": (
+        lambda part, x: part.other(torch.sparse.mm(part.mask, part.linear(x).t()).t()) @ part.mask.to_dense(),
+        lambda model, x: model.last(model.part(x)),
+    ),
     "calls that differ": (
         _shift,
         lambda model, x: model.part(x.detach()) + model.part(x) + model.part(x, 2.0) + model.part(x[:1]),
@@ -230,6 +235,11 @@ ERRORS: dict[type[Exception], dict[str, tuple[Any, Any, coded | says]]] = {
             lambda part, x: (part.linear(x), part.calls),
             lambda model, x: (lambda y, calls: (calls.add_(1), y)[1])(*model.part(x)),
             _UNKNOWN_VIEW,
+        ),
+        "writes by its name a buffer that it returns": (
+            lambda part, x: (part.linear(x), part.calls),
+            lambda model, x: (lambda y, calls: y * (calls + model.part.calls.add_(1)))(*model.part(x)),
+            _NOT_TRACED.naming(f"changes 'calls' of {_OF_PART}, which may have returned its memory"),
         ),
         "writes an attribute that it returns": (
             _assign_scale,

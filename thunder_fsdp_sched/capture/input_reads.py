@@ -152,6 +152,10 @@ class InputReads:
                     _, line = next(reversed(self._suspended.values()))
                     what = "forward leaves a generator in a try or with statement, whose rest Python would run"
                     result = do_raise(refusal(what, "Take all of its items, or call close() of it", line))
+                elif (
+                    self.leaves is not None and self.leaves.calls and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED
+                ):
+                    load("extras.leaf_modules.capture:error_of_shared_write")(self.leaves)  # which is collected
             except Exception:
                 if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
                     self._undo(unwrap(module), hooks)

@@ -39,7 +39,7 @@ from ...ir.inspection import nested
 from ...private_assignments import modified_members
 from ...runtime.traced_inputs import value_at
 from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested
-from .observe import LeafError, is_plain, observe, run_once
+from .observe import LeafError, is_plain, memory_of, observe, run_once, state_of
 from .symbols import call
 
 
@@ -174,13 +174,13 @@ def _known(leaves: Leaves, leaf: Leaf, examples: Mapping[int, torch.Tensor]) -> 
 def _alike(leaves: Leaves, function: Any) -> Iterator[torch.nn.Module]:
     """Yield the leaf modules that were called before and differ from this one in values of parameters and buffers only."""
     if isinstance(function, torch.nn.Module) and not leaves.output_like:
-        state = _state_of(function)
+        state = _attributes_of(function)
         for other in leaves.calls:
-            if type(other) is type(function) and other is not function and _state_of(other) == state:
+            if type(other) is type(function) and other is not function and _attributes_of(other) == state:
                 yield other
 
 
-def _state_of(module: torch.nn.Module) -> Any:
+def _attributes_of(module: torch.nn.Module) -> Any:
     return [
         (path, type(part), part.training, key_of({k: v for k, v in vars(part).items() if k not in OF_MODULES}))
         for path, part in module.named_modules()
@@ -289,19 +289,36 @@ def written_before(path: str, name: str) -> NotImplementedError:
     )
 
 
+def error_of_shared_write(leaves: Leaves) -> NotImplementedError | None:
+    """Return the error for traced code that has written a buffer in place which a leaf may have returned."""
+    for path in (path for path in _written() if path[0] == FUNCTION):
+        buffer = value_at({FUNCTION: leaves.model}, path)
+        for leaf in (leaf for calls in leaves.calls.values() for leaf in calls.values() if leaf.sharing):
+            if memory_of(buffer) in map(memory_of, state_of(leaf)):
+                return refusal(
+                    f"forward changes {path[-1][1]!r} of the leaf module {leaf.path!r}, which may have returned its memory",
+                    "Return a clone of it from the module",
+                )
+    return None
+
+
 def _changed() -> Iterator[Path]:
     """Yield the paths of the attributes and buffers that traced code has changed so far."""
-    context, paths = get_jit_ctx(), Paths()
-    for provenance, name in modified_members(context):
+    paths = Paths()
+    for provenance, name in modified_members(get_jit_ctx()):
         if (path := paths.of(provenance)) is not None:
             yield (*path, (ATTRIBUTE, name))
-    for scope in context.computation_trace.scopes:
+    yield from _written()
+
+
+def _written() -> Iterator[Path]:
+    """Yield the paths of the tensors that traced code has written in place so far."""
+    paths = Paths()
+    for scope in get_jit_ctx().computation_trace.scopes:
         for bsym in nested(scope or ()):
-            if bsym.sym.id is PrimIDs.COPY_:
-                history = getattr(bsym.args[1], "history", None)
-                path = None if history is None else paths.of(history)
-                if path is not None:
-                    yield path
+            history = getattr(bsym.args[1], "history", None) if bsym.sym.id is PrimIDs.COPY_ else None
+            if history is not None and (path := paths.of(history)) is not None:
+                yield path
 
 
 def _owner(path: Path, model: torch.nn.Module) -> tuple[Any, str]:

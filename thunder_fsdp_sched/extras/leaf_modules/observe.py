@@ -122,13 +122,13 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             tensor.requires_grad_(m.differentiable)
         parameters = [torch.nn.Parameter(make(m), m.differentiable) for m in leaf.parameters]
         given_inputs = [t.clone() for t in inputs]  # not leaves of autograd
-        inputs_memory = set(map(_memory_of, given_inputs))
-        given = inputs_memory.union(map(_memory_of, parameters))
+        inputs_memory = set(map(memory_of, given_inputs))
+        given = inputs_memory.union(map(memory_of, parameters))
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
-            key = _memory_of(tensor)
+            key = memory_of(tensor)
             if key not in given:
-                saved[key] = tensor.untyped_storage().nbytes()
+                saved[key] = _storage_of(tensor).nbytes()
             return tensor.detach()  # with its node, a result would be in a reference cycle
 
         recorder = Recorder([*given_inputs, *parameters])
@@ -147,9 +147,11 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
                 name = leaf.name_of(parameter)
                 raise coded_error(LeafError, "leaf.parameter-changed-in-place", title=leaf.title, name=name)
         _note(leaf, result, reads_data=not is_fake)
-        outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-        known = [*inputs_memory, *{*map(_memory_of, _state_of(leaf))}.difference(inputs_memory), *outputs_memory]
-        leaf.sharing = frozenset(n for n, memory in enumerate(outputs_memory) if known.count(memory) > 1)
+        outputs_memory = [memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        outside = inputs_memory.union(map(memory_of, state_of(leaf)))
+        leaf.sharing = frozenset(
+            n for n, memory in enumerate(outputs_memory) if memory in outside or outputs_memory.count(memory) > 1
+        )
         storages = [StorageWeakRef(t.untyped_storage()) for t in given_inputs]
         del given_inputs
         keeps = [*(not storage.expired() for storage in storages), *(key in saved for key in outputs_memory)]
@@ -166,15 +168,23 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
 
 
-def _state_of(leaf: Leaf) -> Iterator[torch.Tensor]:
+def state_of(leaf: Leaf) -> Iterator[torch.Tensor]:
     """Yield the buffers of a leaf, and the tensors among its other attributes."""
     for module in leaf.modules:
         yield from module.buffers()
         yield from (tensor for _, tensor in tensors_in_containers(module))
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    return StorageWeakRef(tensor.untyped_storage()).cdata
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that tensors which share memory have in common."""
+    return StorageWeakRef(_storage_of(tensor)).cdata
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or of the values of a sparse one."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    return tensor.untyped_storage()
 
 
 def _observe_backward(result: Any, recorder: Recorder) -> int:
