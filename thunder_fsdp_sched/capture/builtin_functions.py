@@ -12,55 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, make_opaque, wrap_const
-
-from ..private_interpreter import call_interpreted
-
-
-def match_class(inst: Any, stack: Any) -> Any:
-    """Interpret a pattern such as ``case Point(1, y=y)``, of which Thunder reads other attributes."""
-    names, kind, subject = (stack.pop_wrapped() for _ in range(3))
-    found = call_interpreted(_match_class, subject, kind, wrap_const(inst.arg), names)
-    if isinstance(found, INTERPRETER_SIGNALS):
-        return found
-    is_old = sys.version_info < (3, 11)  # which keeps the subject, and pushes whether it matches
-    with stack.set_cur_instruction(inst):
-        stack.append(subject if is_old and found.value is None else found)
-        if is_old:
-            stack.append(found.value is not None)
-    return None
-
-
-def list_arguments(inst: Any, stack: Any) -> Any:
-    """Make a list of the iterable in ``f(*iterable)``, because Thunder takes no other; return the signal of an exception."""
-    index = -1 - (inst.arg & 1)  # before it, those by keyword
-    found = call_interpreted(_listed, stack.getitem_wrapped(index))
-    if isinstance(found, INTERPRETER_SIGNALS):
-        return found
-    with stack.set_cur_instruction(inst):
-        stack[index] = found
-    return None
-
-
-def _listed(values: Iterable[Any]) -> list[Any]:
-    return [*values]
-
-
-def _match_class(subject: Any, kind: type, count: int, names: tuple[str, ...]) -> tuple[Any, ...] | None:
-    if not isinstance(subject, kind):
-        return None
-    positional = getattr(kind, "__match_args__", ())
-    is_whole = count == 1 and not hasattr(kind, "__match_args__") and issubclass(kind, _MATCHED_AS_A_WHOLE)
-    if count > len(positional) + is_whole:
-        raise TypeError(f"{kind.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)")
-    attributes = (*positional[:count], *names)
-    if not all(hasattr(subject, name) for name in attributes):
-        return None
-    found = [getattr(subject, name) for name in attributes]
-    return (subject, *found) if is_whole else (*found,)
-
-
-_MATCHED_AS_A_WHOLE = (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple)
+from thunder.core.interpreter import get_interpreterruntimectx, make_opaque
 
 
 def builtin_map(function: Callable[..., Any], /, *iterables: Iterable[Any]) -> Iterator[Any]:

@@ -38,6 +38,7 @@ from thunder.core.interpreter import (
 from ..ir.inspection import is_library
 from ..private_interpreter import call_interpreted, is_interpreted_generator
 from ..private_torch import compiled_function
+from . import builtin_functions
 from .changing_values import READ_CLOCKS, changing_value
 from .refusals import is_in_thunder, is_own
 
@@ -51,10 +52,7 @@ def look_aside(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if isinstance(function, FunctionType):
         instead = None if is_in_thunder() else compiled_function(function)
     elif _is_replaced(function, args, kwargs):
-        from . import builtin_functions  # here, because many programs call none of them
-
-        name = _REPLACED.get(id(function), "mapping_fromkeys")  # `dict.fromkeys` is another object each time
-        instead = getattr(builtin_functions, name)
+        instead = _REPLACED.get(id(function), builtin_functions.mapping_fromkeys)  # which is another object each time
     else:
         return None
     return None if instead is None else functools.partial(call_interpreted, instead)
@@ -129,14 +127,14 @@ _METHODS = {
 }
 _REPLACED = {
     **{
-        id(function): f"builtin_{function.__name__}"
+        id(function): getattr(builtin_functions, f"builtin_{function.__name__}")
         for function in (filter, iter, map, max, min, reversed, sorted, sum, sys.exc_info, zip)
     },
     **{
-        id(getattr(kind, name)): f"{group}_{name.strip('_')}"
+        id(getattr(kind, name)): getattr(builtin_functions, f"{group}_{name.strip('_')}")
         for group, (kinds, names) in _METHODS.items()
         for kind in kinds
         for name in names
     },
 }
-"""The names in ``builtin_functions`` of what may replace functions, by the identity of the function."""
+"""The functions that may replace others, by the identity of those."""

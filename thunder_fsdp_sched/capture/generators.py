@@ -28,7 +28,7 @@ from thunder.core.interpreter import (
 )
 
 from ..private_interpreter import call_interpreted
-from .refusals import is_of_program
+from .refusals import is_of_program, refusal
 
 
 class _Thrown:
@@ -65,6 +65,12 @@ def interpret(suspended: dict[int, tuple[Any, str]], run: Callable[..., Any], in
         if isinstance(error, StopIteration) and not _handles(frame):
             return do_raise(RuntimeError("generator raised StopIteration"), error)
     return result
+
+
+def error_of_left(suspended: dict[int, tuple[Any, str]]) -> NotImplementedError:
+    """Return the error for generators that forward has left, where closing them would run code."""
+    what = "forward leaves a generator in a try or with statement, whose rest Python would run"
+    return refusal(what, "Take all of its items, or call close() of it", next(reversed(suspended.values()))[1])
 
 
 def _delegates(thrown: _Thrown, inst: Any, stack: Any) -> bool:

@@ -55,7 +55,6 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..private_interpreter import (
-    call_interpreted,
     has_been_modified,
     identify_key,
     observed_by,
@@ -63,7 +62,7 @@ from ..private_interpreter import (
     unique_checks,
     unique_name,
 )
-from ..private_lookups import direct, unpacks
+from ..private_lookups import direct
 from ..private_thunder import fixed_shapes
 from ..private_torch import find_hooks, remove_other_hooks
 from ..runtime.traced_inputs import (
@@ -91,9 +90,10 @@ from .changing_values import (
 )
 from .containers import Containers
 from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_checked, may_differ
+from .instructions import INSTEAD
 from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
-from .refusals import collect_refusals, is_of_program, refusal
+from .refusals import collect_refusals, is_of_program
 from .unsupported import own_iterator, unsupported_call
 from .while_compiling import sooner_switches
 
@@ -149,9 +149,9 @@ class InputReads:
             try:
                 result = call(module, *args, **kwargs)
                 if self._suspended and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-                    _, line = next(reversed(self._suspended.values()))
-                    what = "forward leaves a generator in a try or with statement, whose rest Python would run"
-                    result = do_raise(refusal(what, "Take all of its items, or call close() of it", line))
+                    from .generators import error_of_left
+
+                    result = do_raise(error_of_left(self._suspended))
                 elif (
                     self.leaves is not None and self.leaves.calls and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED
                 ):
@@ -238,22 +238,8 @@ class InputReads:
             self._note_global(unwrap(state["frame"].globals), inst.argval, state["frame"].code.co_filename)
         if inst.opname == "IS_OP":
             torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
-        if unpacks(inst, stack):
-            return None
-        if inst.opname == "DELETE_ATTR":
-            deleted = call_interpreted(delattr, stack.pop_wrapped(), wrap_const(inst.argval))
-            return deleted if isinstance(deleted, INTERPRETER_SIGNALS) else None
-        if inst.opname == "MATCH_CLASS":
-            from .builtin_functions import match_class
-
-            return match_class(inst, stack)
-        if inst.opname == "CALL_FUNCTION_EX" and not isinstance(
-            unwrap(stack.getitem_wrapped(-1 - (inst.arg & 1))), list | tuple
-        ):
-            from .builtin_functions import list_arguments
-
-            if isinstance(signal := list_arguments(inst, stack), INTERPRETER_SIGNALS):
-                return signal
+        if (instead := INSTEAD.get(inst.opname)) is not None and (done := instead(inst, stack)) is not NotImplemented:
+            return done
         if state["frame"].code.co_flags & CO_GENERATOR:
             from .generators import interpret as interpret_in_generator  # here, because many programs have none
 
@@ -267,13 +253,9 @@ class InputReads:
         if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
             if (leaf := load("extras.leaf_modules.choose:function_to_call")(function, args)) is not None:
                 return functools.partial(load("extras.leaf_modules.choose:call_function"), self.leaves, *leaf)
-        if (
-            function is getattr
-            and self.leaves
-            and self.leaves.written
-            and (error := self._written(*args[:2])) is not None
-        ):
-            return do_raise(error)
+        if function is getattr and self.leaves and self.leaves.written:
+            if (error := load("extras.leaf_modules.capture:written_before")(self.leaves, *args[:2])) is not None:
+                return do_raise(error)
         if (found := direct(function, args, kwargs)) is not None:
             if function is getattr:
                 self._note_shared(args[0], args[1], found(*args))
@@ -317,17 +299,8 @@ class InputReads:
 
             found = assign(function, args, found, self._object_at(args[0].provenance) is not None)
         found = self._shapes.look_aside(function, args, found)
-        if (
-            callable(found)
-            and any(torch_functions.may_change(v.value) for v in (*args, *kwargs.values()))
-            and torch_functions.is_of_torch(function)
-        ):
-            found = functools.partial(torch_functions.with_own_lists, found)
         leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
-        if leaves is not None and found is not None and torch_functions.is_of_torch(function):
-            return functools.partial(torch_functions.call_or_run_as_it_is, leaves, function, found)
-        if (wrong := torch_functions.wrong_result(function, args, kwargs)) is not None:
-            return do_raise(refusal(*wrong))
+        found = torch_functions.checked(leaves, function, found, args, kwargs)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found
@@ -349,12 +322,6 @@ class InputReads:
         self._checks[CONDITIONS, (ITEM, len(self._conditions))] = EQUAL, is_true
         self._conditions.append(condition)
         return bool(is_true)
-
-    def _written(self, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
-        """Return the error for reading an attribute that a leaf has assigned; ``None`` for others."""
-        owner, key = unwrap(source), unwrap(name)
-        path = self.leaves.written.get((owner, key)) if isinstance(owner, torch.nn.Module) and self.leaves else None
-        return None if path is None else load("extras.leaf_modules.capture:written_before")(path, key)
 
     def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
         result = found(source, name, *default)

@@ -49,19 +49,19 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return None
 
 
-def is_of_torch(function: Any) -> bool:
+def _is_of_torch(function: Any) -> bool:
     """Return whether Thunder has a function of its own in place of this one, or should have."""
     return isinstance(function, Symbol) or id(function) in _MAPPED or _is_operator(function)
 
 
-def may_change(value: Any) -> bool:
+def _may_change(value: Any) -> bool:
     """Return whether the program may change a value, or a part of it, after it has passed it to torch."""
-    return type(value) in (list, dict) or (type(value) is tuple and any(map(may_change, value)))
+    return type(value) in (list, dict) or (type(value) is tuple and any(map(_may_change, value)))
 
 
-def with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+def _with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     """Call Thunder's function with copies of lists: the trace keeps them, and the program may append to them later."""
-    lists = {id(value): value for value in (*args, *kwargs.values()) if may_change(value.value)}
+    lists = {id(value): value for value in (*args, *kwargs.values()) if _may_change(value.value)}
     recursively_proxy(*lists.values())
     kept = [(value, value.value) for value in lists.values()]
     for value, items in kept:
@@ -86,7 +86,7 @@ def needs_gradient(value: Any) -> bool:
     return isinstance(value, TensorProxy) and requires_grad(value) is not False
 
 
-def wrong_result(
+def _wrong_result(
     function: Any, args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]
 ) -> tuple[str, str] | None:
     """Return why Thunder computes something else in place of a call, and what to do instead; ``None`` for others."""
@@ -106,6 +106,28 @@ def wrong_result(
             "Leave out label_smoothing, or leave leaf_modules at its default, with which cross_entropy runs as it is",
         )
     return None
+
+
+def checked(
+    leaves: Leaves | None,
+    function: Any,
+    found: Any,
+    args: Sequence[WrappedValue],
+    kwargs: Mapping[str, WrappedValue],
+) -> Any:
+    """Return what to call in place of a function of torch, which copies lists, and runs as it is where Thunder is wrong.
+
+    Args:
+        leaves: those of the module, if what cannot be traced becomes one.
+        found: what is called in place of it otherwise.
+    """
+    if found is not None and _is_of_torch(function):
+        if callable(found) and any(_may_change(value.value) for value in (*args, *kwargs.values())):
+            found = partial(_with_own_lists, found)
+        if leaves is not None:
+            return partial(_call_or_run_as_it_is, leaves, function, found)
+    wrong = _wrong_result(function, args, kwargs)
+    return found if wrong is None else do_raise(refusal(*wrong))
 
 
 def name_of(function: Any) -> str:
@@ -149,13 +171,13 @@ def _is_operator(function: Any) -> bool:
     return isinstance(function, FunctionType) and function.__qualname__ == f"TensorProxy.{function.__name__}"
 
 
-def call_or_run_as_it_is(
+def _call_or_run_as_it_is(
     leaves: Leaves, function: Any, traced: Any, *args: WrappedValue, **kwargs: WrappedValue
 ) -> Any:
     """Call Thunder's function; where it fails, trace torch's as a single operator: see [Note: Functions as leaves].
 
     Args:
-        function: one that :func:`is_of_torch`.
+        function: one that :func:`_is_of_torch`.
         traced: what calls Thunder's function with wrapped arguments, or the signal that it has raised an error.
     """
     run_as_it_is, runtime = "extras.leaf_modules.choose:run_as_it_is", get_interpreterruntimectx()
@@ -168,7 +190,7 @@ def call_or_run_as_it_is(
             del scope[length:]
 
     name = name_of(function)
-    wrong = wrong_result(function, args, kwargs)
+    wrong = _wrong_result(function, args, kwargs)
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)
     is_wrong |= _has_tensor_by_keyword(function, kwargs)

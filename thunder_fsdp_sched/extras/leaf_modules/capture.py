@@ -280,10 +280,14 @@ def read_before_written(leaves: Leaves, module: torch.nn.Module) -> NotImplement
     return None
 
 
-def written_before(path: str, name: str) -> NotImplementedError:
+def written_before(leaves: Leaves, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
     """Return the error for traced code that reads an attribute which a leaf has assigned in this forward."""
+    owner, key = unwrap(source), unwrap(name)
+    path = leaves.written.get((owner, key)) if isinstance(owner, torch.nn.Module) else None
+    if path is None:
+        return None
     return refusal(
-        f"forward reads {name!r}, which the leaf module {path!r} changes when it runs. The trace would read the value of "
+        f"forward reads {key!r}, which the leaf module {path!r} changes when it runs. The trace would read the value of "
         f"the call before",
         "Return it from the module",
     )
