@@ -471,6 +471,7 @@ TRUE_OF_A_FLOAT_MATRIX: dict[str, Callable[[torch.Tensor], bool]] = {
     "requires_grad": lambda y: y.requires_grad and not y.detach().requires_grad and not y.long().requires_grad,
     "requires_grad of views": lambda y: y.t()[0].requires_grad and not torch.zeros_like(y).requires_grad,
     "requires_grad of a new tensor": lambda y: not y.new_zeros(2).requires_grad,
+    "requires_grad of a written constant": lambda y: not y.new_zeros(2).add_(y.detach()[0]).requires_grad,
     "requires_grad beside a write": lambda y: (y * 2).add_(1).requires_grad and not torch.ones(2).requires_grad,
     "is": lambda y: y is y and y.t() is not y and y * 1 is not y,
     "made on it": lambda y: torch.zeros(2, dtype=y.dtype, device=y.device).dtype == y.to(torch.device("cpu")).dtype,

@@ -114,11 +114,15 @@ def requires_grad(tensor: TensorProxy) -> bool | None:
     made_by = {out.name: bsym for bsym in traced if not bsym.subsymbols for out in bsym.flat_proxy_outs}
     for out in (out for bsym in traced if bsym.sym.name in RETURNING_CONSTANTS for out in bsym.flat_proxy_outs):
         made_by.pop(out.name, None)
-    read = _recorded([tensor], made_by)
-    if any(proxy.requires_grad for proxy in read.values()):
-        return True
-    written = [bsym.args[1] for bsym in made_by.values() if bsym.sym.id is PrimIDs.COPY_]
-    return False if read.keys().isdisjoint(_recorded(written, made_by)) else None
+    writes = [bsym.args for bsym in made_by.values() if bsym.sym.id is PrimIDs.COPY_]
+    read, is_written = _recorded([tensor], made_by), False
+    while not any(proxy.requires_grad for proxy in read.values()):
+        reaching = [args for args in writes if not read.keys().isdisjoint(_recorded(args[1:2], made_by))]
+        if not reaching:
+            return False
+        writes = [args for args in writes if not any(args is other for other in reaching)]
+        read, is_written = read | _recorded([args[0] for args in reaching], made_by), True
+    return None if is_written else True
 
 
 def _recorded(tensors: Iterable[TensorProxy], made_by: Mapping[str, BoundSymbol]) -> dict[str, TensorProxy]:
