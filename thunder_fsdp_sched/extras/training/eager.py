@@ -14,9 +14,9 @@ depends on them (``as_strided``). A parameter that was not contiguous is copied 
 
 *No prefetch.* Hooks do not know which module is called next.
 
-A module may also use a parameter that it does not own: the weight of the embedding as that of the head. No hook knows of
-that, so a parameter that is not gathered is a :class:`LazyParameter`, which is gathered when an operator reads it. No hook
-knows the last such use, either, so its bucket then stays unsharded until the end.
+A module may also use a parameter that it does not own: the head uses the weight of the embedding, for example. No hook
+sees such a use, so a parameter that is not gathered is a :class:`LazyParameter`, which is gathered when an operator
+reads it. No hook sees the last such use, either, so the bucket then stays unsharded until the end.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from ...sharding.sharded_module import find_jitted
 
 
 class LazyParameter(nn.Parameter):
-    """A parameter without memory. An operator that gets it, or ``detach()`` of it, computes with what ``read`` returns.
+    """A parameter without memory. An operator on it, or on ``detach()`` of it, computes with the result of ``read``.
 
-    Torch's own meta tensors do not do: on a CPU, ``F.linear`` and ``matmul`` accept one, and return memory that nobody has
-    written. Metadata, also the device, are those of the unsharded parameter.
+    Torch's own meta tensors do not work here: on a CPU, ``F.linear`` and ``matmul`` accept one, and return
+    uninitialized memory. Metadata, including the device, are those of the unsharded parameter.
 
     Args:
-        like: has its shape, strides and dtype.
+        like: a tensor with its shape, strides and dtype.
     """
 
     read: Callable[[], torch.Tensor]
@@ -75,13 +75,13 @@ class LazyParameter(nn.Parameter):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # also `.data`, and what state_dict() asks for: reads nothing yet
+        if func is torch.ops.aten.detach.default:  # also for `.data` and state_dict(): reads nothing yet
             return cls(args[0], args[0].device, False, args[0].read)
         args, kwargs = tree_map_only(cls, lambda lazy: lazy.read(), (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # It reads nothing, because a debugger runs on one rank.
+        # It gathers nothing, because a debugger runs on one rank.
         return f"LazyParameter({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
@@ -164,7 +164,7 @@ class _Unsharded:
 
     Attributes:
         innermost: the innermost module that is called whenever a parameter is used by its owner.
-        users: number of running calls of it, and one once a parameter has been used outside of them.
+        users: number of running calls of it, plus one after a parameter has been used outside of them.
         gathers: number of gathers of the bucket so far.
     """
 
@@ -212,7 +212,7 @@ class _Unsharded:
         return LazyParameter(like, spec.device, placeholder.requires_grad, partial(self._read, entry))
 
     def _read(self, entry: Entry) -> torch.Tensor:
-        """Return a parameter for an operator that may run while no module is called that gathers it."""
+        """Return a parameter for an operator, which may run outside of all modules that gather it."""
         if self.has_ended:
             raise coded_error(RuntimeError, "step.parameter-used-after-eager", name=entry.name)
         _refuse_gradients()

@@ -1,25 +1,26 @@
 """Begin the first gathers of the next forward in the step of the optimizer.
 
 [Note: Gathers that a step begins]
-Nothing hides the first gathers of a forward, but the optimizer can: once it has stepped on all parameters of a bucket, the
-bucket may be gathered for the next forward. Such a gather is the forward's own, issued earlier. The arena knows that it is
-in flight, and of which version of the bucket, so the forward takes it over, and sends nothing: see [Note: Contents of
-slots] in ``runtime.memory``. A step begins those gathers that the first forward after the last step has issued before it
-waited for any.
+Nothing in a forward hides its first gathers, but the optimizer can: once it has stepped on all parameters of a bucket,
+the bucket may be gathered for the next forward. Such a gather is the forward's own, issued earlier. The arena knows
+that it is in flight, and which version of the bucket it sends, so the forward takes it over and sends nothing: see
+[Note: Contents of slots] in ``runtime.memory``. A step begins the gathers that the first forward after the previous
+step issued before its first wait.
 
-What the ranks send must be the same, in the same order, although one of them may act alone:
+All ranks must issue the same collectives in the same order, even if one of them acts alone:
 
-* Whether a step begins to gather is a round of agreement, posted before the first part of the step, and settled before the
-  first gather. All ranks compare which buckets; if these differ, none is gathered. A rank that does not step meets the
-  others in another round, which is an error on all ranks. A step that needs all gradients posts it at its end.
-* A rank that an exception stops in between has issued fewer collectives than it has announced, which the next round compares
-  (``IssueCounts``). ``discard_unreduced`` issues what is missing.
-* Whether the forward takes a gather over is agreed as in a window: each rank offers what it has (``TraceStart``). What one
-  rank has lost, all gather again. It is lost if a parameter of the bucket has been written since, by whichever means that a
-  window recognizes (see [Note: Gathered once in a window] in ``runtime.bucket``), or by the step of another optimizer; or if
-  something else has used the slot, an evaluation for example.
+* A step that begins gathers posts a round of agreement before its first piece, and settles it before the first gather.
+  The ranks compare the buckets; if these differ, none is gathered. If a rank does not step, its next round differs,
+  which is an error on all ranks. A step that needs all gradients posts the round at its end.
+* If an exception stops a rank in between, it has issued fewer collectives than it has announced. The next round detects
+  that (``IssueCounts``), and ``discard_unreduced`` issues the missing ones.
+* Whether the forward takes over a gather is agreed as in a window: each rank offers the gathers that it has
+  (``TraceStart``), and if one rank has lost a gather, all ranks gather the bucket again. It is lost if a parameter of
+  the bucket has been written since, in any way that a window recognizes (see [Note: Gathered once in a window] in
+  ``runtime.bucket``), or by the step of another optimizer. It is also lost if something else has used the slot, such as
+  an evaluation.
 
-A forward in between that does not take gathers over, or a collective of the user, comes after them on all ranks.
+A forward in between that does not take over gathers, or a collective of the user, comes after them on all ranks.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def take_over_first(trace: TraceCtx) -> TraceCtx:
     """Mark the first gathers of a forward trace, which the step of an optimizer may have begun.
 
     Runs on the forward trace after ``reuse_in_window`` and before ``verify``, if ``overlap_step(gather_early=True)`` was
-    called. It marks gathers before the first wait, unless they are marked already or another one uses their slot before.
-    Before::
+    called. It marks the gathers before the first wait, unless they are already marked or an earlier statement uses
+    their slot. Before::
 
         ft146 = ...(bucket_blocks_0, slot_0, t_blocks_0_weight)  # 16,384 bytes float32
 
@@ -84,7 +85,7 @@ class EarlyGathers:
     """The gathers that the steps of an optimizer begin for one model.
 
     Args:
-        control: how the ranks of the model agree.
+        control: the agreement of the model's ranks.
     """
 
     def __init__(self, control: Control) -> None:
@@ -94,11 +95,11 @@ class EarlyGathers:
         self._is_complete = False
 
     def note(self, bucket: Bucket, slot: Slot, *, may_find: bool) -> None:
-        """Note a gather before it is issued.
+        """Record a gather before it is issued.
 
         Args:
-            may_find: whether it takes over what a step has gathered. Others first let that end, because they may make the
-                cast again that it sends.
+            may_find: whether it may take over a gather that a step has begun. Any other gather first waits for that
+                one, because it may write the cast that is being sent.
         """
         if (begun := self._begun.pop(bucket, None)) is not None:
             assert begun.slot is not None
@@ -121,12 +122,12 @@ class EarlyGathers:
 
 
 class EarlyStep(RoundAction):
-    """A step that begins to gather, on the control channel.
+    """A step that begins gathers, as a round of the control channel.
 
     Args:
-        gathers: what it gathers if all ranks do, in the order of forward.
+        gathers: the gathers that it begins if all ranks do, in the order of forward.
         params: the parameters that it writes.
-        begun: where it puts the gathers that it has issued.
+        begun: the dictionary to which it adds the gathers that it has issued.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class EarlyStep(RoundAction):
             self.cancel()
 
     def stepped(self, params: Iterable[torch.Tensor]) -> None:
-        """Gather buckets, in the order of forward, of which the step has written all parameters now.
+        """Gather the next buckets, in the order of forward, whose parameters the step has all written.
 
         Raises:
             ScheduleDisagreement: another rank does not step.

@@ -1,12 +1,13 @@
 """Norm, clipping and scale of sharded gradients, and discarding of unreduced ones.
 
 [Note: Catching up]
-Exceptions may stop the ranks at different collectives of a trace. Each process group matches collectives by their order, so
-the next one of one rank would meet an earlier one of another, and agreement refuses to go on. The ranks began this trace
-together and have its collectives in one order: what a rank has issued is the beginning of what the farthest one has.
-So each rank issues what it lacks, into memory that nobody reads. It must not do so on its own, because a rank that still
-waits for a collective would take zeros for gradients: first all of them meet, after they all have failed. A rank that had
-issued all collectives of the trace when it failed cannot know whether others have, so it meets them as well.
+Exceptions may stop the ranks at different collectives of a trace. Each process group matches collectives by their
+order, so the next one of one rank would match an earlier one of another, and agreement refuses to go on. The ranks
+began this trace together, and it has the same order of collectives on all of them. So the collectives that a rank has
+issued are the first ones of the rank that came farthest. Each rank issues those that it lacks, into memory that nobody
+reads. It must not do so alone, because a rank that still waits for a collective would take zeros for gradients. So all
+ranks first meet in a round, after all have failed. A rank that had issued all collectives of the trace when it failed
+cannot know whether others have, so it meets them as well.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def clip_grad_norm_(
     """Clip the gradients of a sharded model by the norm of the unsharded gradients; one collective.
 
     It replaces ``torch.nn.utils.clip_grad_norm_``. Every parameter counts once, whether it has replicas, is tied, is
-    frozen or is sharded over another process group. Of ``ignored_params``, which every rank has, the mean over ranks
-    counts. Call it on all ranks, even on those without gradients.
+    frozen or is sharded over another process group. For ``ignored_params``, which are whole on every rank, the mean
+    over ranks counts. Call it on all ranks, even on those without gradients.
 
     Args:
         max_norm: gradients are scaled down to this norm if theirs is larger.
@@ -47,8 +48,8 @@ def clip_grad_norm_(
 
     Cost, on any number of ranks: a round of agreement and an all-reduce of one number.
 
-    torch's own function gives the same norm, up to rounding, if all parameters are sharded over the same ranks. This one
-    has a single collective and tells which gradients are not finite.
+    torch's own function gives the same norm, up to rounding, if all parameters are sharded over the same ranks. This
+    one issues a single collective and names the gradients that are not finite.
 
     Returns:
         The norm before clipping, a 0-dim tensor, bit for bit the same on all ranks; float64 if a gradient is, else
@@ -119,17 +120,18 @@ def clip_grad_norm_(
 
 
 def discard_unreduced(model: ThunderModule) -> None:
-    """Discard the gradients that backwards under ``no_sync`` have accumulated and no backward has returned yet.
+    """Discard unreduced gradients: those that ``no_sync`` has accumulated and no backward has returned yet.
 
-    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. The ranks meet here: if only some
-    call it, all ranks raise an error, and nothing is discarded. After a backward under ``no_sync`` has failed halfway, it is
-    the only way to continue; so it is after exceptions have stopped ranks at different collectives. Call it before any
-    collective of your own then: another rank may be in backward and wait until all gather a bucket that it alone has lost.
-    With another ``agree`` than "step", ranks do not meet.
+    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. With ``agree="step"``, the
+    ranks meet here: if only some call it, all ranks raise an error, and nothing is discarded. It is the only way to
+    continue after a backward under ``no_sync`` has failed halfway, or after exceptions have stopped ranks at different
+    collectives. Then call it before any collective of your own: another rank may be in backward and wait until all
+    gather a bucket that it alone has lost.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
-        RuntimeError: exceptions have stopped ranks at different collectives, some over a part of the ranks.
+        RuntimeError: exceptions have stopped ranks at different collectives, and some of these cannot be repeated, for
+            example because only a part of the ranks takes part.
         ScheduleDisagreement: another rank does something else.
     """
     _, sharded = find_jitted(model)
@@ -139,24 +141,24 @@ def discard_unreduced(model: ThunderModule) -> None:
 
 
 def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, module_name: str = "") -> None:
-    """Set what the sum of gradients over ranks is divided by, as FSDP2's method of this name does.
+    """Set the divisor of the sum of gradients over ranks, like FSDP2's method of the same name.
 
-    It applies to every reduction that is waited for from now on, with or without replicas, also in traces that are compiled
-    already. With ``no_sync``, it applies to the whole sum when that is reduced. Call it on all ranks: they meet once and
-    compare the arguments, which takes a round of agreement, 0.3 ms for 2 ranks of one machine.
+    It applies to every reduction that is waited for from now on, with or without replicas, even in traces that are
+    already compiled. With ``no_sync``, it applies to the whole sum when that is reduced. Call it on all ranks: they
+    compare the arguments in a round of agreement, 0.3 ms for 2 ranks on one machine.
 
-    In each backward, another factor than the number of ranks costs one more pass over this rank's rows of the gradients,
-    right after the wait, because transports compute the mean. Results have the bits of FSDP2 if the number of ranks is a
-    power of two, otherwise they may differ in the last one.
+    A factor other than the number of ranks costs each backward one more pass over this rank's rows of the gradients,
+    right after the wait, because transports compute the mean. Results are bit for bit those of FSDP2 if the number of
+    ranks is a power of two; otherwise they may differ in the last bit.
 
     Args:
         model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
         factor: a positive number; ``None`` for the number of ranks that share a parameter, replicas included (the mean).
-        module_name: set it only for the parameters below this submodule. Each bucket must be all inside or all outside:
-            ``fsdp(gradient_divide_factor=...)`` with a callable makes buckets so.
+        module_name: set it only for the parameters below this submodule. Each bucket must be entirely inside or
+            outside: ``fsdp(gradient_divide_factor=...)`` with a callable makes such buckets.
 
     Raises:
-        TypeError: ``model`` is not sharded by ``fsdp(...)``, or ``factor`` is no number.
+        TypeError: ``model`` is not sharded by ``fsdp(...)``, or ``factor`` is not a number.
         ValueError: ``factor`` is not positive; no parameter is sharded below ``module_name``, or a bucket has other
             parameters, too.
         ScheduleDisagreement: other ranks do something else or pass other arguments.
@@ -192,12 +194,12 @@ def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def catch_up(sharded: ShardedModule) -> None:
-    """Let all ranks have issued the same collectives, if exceptions have stopped some in a trace; one round if not.
+    """Issue the collectives that this rank lacks if exceptions have stopped ranks in a trace; otherwise one round.
 
-    Ranks that do not agree in steps do nothing.
+    Without agreement in steps, it does nothing.
 
     Raises:
-        RuntimeError: this rank cannot.
+        RuntimeError: this rank cannot issue them.
         ScheduleDisagreement: another rank cannot, or does something else.
     """
     control, counts = sharded.control, sharded.control.issue_counts
@@ -237,7 +239,7 @@ def _meet(control: Control) -> None:
 def _can_repeat(kind: str, bucket: Bucket | None) -> bool:
     if bucket is None or not bucket.is_on_all_ranks or kind not in ("all-gather", "reduce-scatter"):
         return False
-    # Zeros would take rounding errors along that are kept for the next reduction.
+    # Zeros would send the rounding errors that are kept for the next reduction.
     is_stateless = kind == "all-gather" or not bucket.spec.has_error_feedback
     return is_stateless and bucket.ranks.replicas is None and bucket.secondary_ranks is None
 

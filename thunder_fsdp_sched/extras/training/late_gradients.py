@@ -2,23 +2,24 @@
 
 [Note: Late gradients]
 A backward waits for each reduction before it returns, so nothing hides the last ones. With ``overlap_step`` it returns
-:class:`LateRows` instead, over memory that the reduction fills. Whoever reads them waits first: operators, ``to_local`` and
-everything else take the rows from one attribute, ``_local_tensor``. Only autograd's ``detach``, by which it stores a
+:class:`LateRows` instead, over memory that the reduction fills. Every reader waits first: operators, ``to_local`` and
+all others take the rows from one attribute, ``_local_tensor``. Only autograd's ``detach``, with which it stores a
 gradient, does not wait.
 
 Only the time of the wait changes: traces, proofs, collectives and the agreement of ranks stay as they are. The reduction
-remains in flight in its arena, so the next use of its slot waits for it, as for one that an exception has left: see [Note:
-State after an exception] in ``runtime.memory``. Readers do not change the arena, so they may run on other threads.
+remains in flight in its arena, so the next use of its slot waits for it, as for one that an exception has left in
+flight: see [Note: State after an exception] in ``runtime.memory``. Readers do not change the arena, so they may run on
+other threads.
 
-On a GPU, whoever waits first lets the stream of backward wait, and compute the gradients, whose memory belongs to it. Any
-other stream that reads them or uses the slot next waits for an event after that, once.
+On a GPU, the first reader makes backward's stream wait and compute the gradients, because their memory belongs to that
+stream. Any other stream that reads them, or next uses the slot, waits once for an event after that.
 
-A wait is put off until the next wait in the trace that follows another collective. So in the middle of a backward no more
-reductions are in flight than planned, and at its end the last ones are late.
+A reduction is waited for at the first later wait of the trace before which another collective has been issued. So in
+the middle of a backward no more reductions are in flight than planned, and at its end only the last ones are late.
 
-These are waited for at once: the end of a ``no_sync`` window, which adds to the result; all-reduces across replicas, which
-use no slot; ``all_reduce_hook``, which may communicate, in the same order on all ranks; and shards on the CPU, to which a
-copy blocks the host.
+These reductions are waited for at once: those that end a ``no_sync`` window, because their result is added to a sum;
+all-reduces across replicas, which use no slot; those with an ``all_reduce_hook``, which may communicate, in the same
+order on all ranks; and those of shards on the CPU, because the copy to the CPU blocks the host.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LateGradients:
     They do not keep the bucket alive: the garbage collector does not see that a parameter refers to its gradient.
 
     Attributes:
-        number: larger than that of each earlier one.
+        number: a number that increases from each reduction to the next.
         has_arrived: whether somebody has waited for them.
     """
 
@@ -68,7 +69,7 @@ class LateGradients:
             reduction.finish()
 
     def arrived(self, stream: torch.cuda.Stream | None) -> None:
-        """Note that ``stream`` has computed them."""
+        """Record that ``stream`` has computed them."""
         if stream is not None:
             self._event, self._following = stream.record_event(), [stream]
         self.has_arrived = True
@@ -83,7 +84,7 @@ class LateGradients:
 
 
 class _LateReduction:
-    """A reduction that somebody has to wait for: the work of its flight.
+    """A reduction that nobody has waited for yet, in place of the works of its flight.
 
     Args:
         bucket: the bucket.
@@ -117,7 +118,7 @@ class _LateReduction:
 
     def finish(self) -> None:
         """Wait for it as the arena does."""
-        _ = self._bucket.ranks.group.process_group  # an error in a process that has none of its threads
+        _ = self._bucket.ranks.group.process_group  # raises in a forked process
         self.flight.wait()
 
     def wait(self) -> None:
@@ -135,7 +136,7 @@ class _LateReduction:
         assert output is not None
         for work in works:
             work.wait()
-        self._flight = self._flight._replace(works=(InterruptedWork(),))  # never compute again what is in place
+        self._flight = self._flight._replace(works=(InterruptedWork(),))  # an in-place division must not be repeated
         if self._divisor is not None:
             output.div_(self._divisor)
         if flat is not output:
@@ -180,12 +181,12 @@ register_foreach_type(LateRows)
 
 
 def late_of(grad: RowDTensor) -> LateGradients | None:
-    """Return what a gradient waits for, if nobody has waited for it yet."""
+    """Return the late gradients of which ``grad`` is one, if nobody has waited for them yet."""
     return grad.late if isinstance(grad, LateRows) and not grad.late.has_arrived else None
 
 
 class Deferral:
-    """A function for the buckets of one model: it puts off the wait for a reduction, and returns late gradients."""
+    """A function for the buckets of one model that defers the wait for a reduction, and returns late gradients."""
 
     def __init__(self) -> None:
         self._open: list[_LateReduction] = []
@@ -198,7 +199,7 @@ class Deferral:
         self._open = [reduction for reduction in self._open if not reduction.gradients.has_arrived]
         if flight.slot is None or bucket.base.all_reduce_hook is not None or bucket.spec.comm.offload:
             return None
-        if not any(flight is other for other in flight.slot.arena.in_flight):  # a hook has run what needed the slot
+        if not any(flight is other for other in flight.slot.arena.in_flight):  # a hook has used the slot
             return None
         self._open.append(reduction := _LateReduction(bucket, flight))
         flight.slot.arena.replace(reduction.flight)

@@ -34,23 +34,24 @@ def overlap_step(
     gather_early: bool = False,
     free_gradients: bool = False,
 ) -> None:
-    """Let the last reductions of each backward end while the optimizer steps on the gradients that have arrived.
+    """Overlap the last reductions of each backward with the optimizer's step on the gradients that have arrived.
 
-    Backward then returns before they have ended. Reading a gradient waits for its reduction, and the optimizer begins with
-    those that have arrived. The numbers are the same, to the bit. What reads all gradients before the step, such as clipping
-    by the global norm, ``GradScaler``, hooks of the optimizer or a closure, waits for all of them, so that nothing overlaps.
-    A copy of the optimizer does not overlap.
+    Backward then returns before these reductions have finished. Reading a gradient waits for its reduction, and the
+    optimizer begins with those that have arrived. Results are the same, bit for bit. If something reads all gradients
+    before the step, such as clipping by the global norm, ``GradScaler``, hooks of the optimizer or a closure, it waits
+    for all reductions, and nothing overlaps. Steps of a copy of the optimizer do not overlap.
 
-    With ``gather_early``, the first gathers of the next forward begin in the step, too. If a parameter changes after the
-    step, or an evaluation runs before that forward, what is affected is gathered again. Call it on all ranks, before the
-    first forward; from then on all of them have to make each step. Without ``gather_early``, nothing changes of what is
-    sent, and each rank may decide alone. A later call, on all ranks if it changes ``gather_early``, sets the arguments anew.
+    With ``gather_early``, the first gathers of the next forward begin in the step, too. If a parameter changes after
+    the step, or an evaluation runs before that forward, the affected buckets are gathered again. Call it on all ranks,
+    before the first forward; from then on every step must be made on all ranks. Without ``gather_early``, the
+    collectives do not change, and each rank may decide alone. A later call replaces the arguments; it must be made on
+    all ranks if it changes ``gather_early``.
 
     Args:
         model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
         optimizer: one of torch's optimizers that treat each element by itself, with parameters of the model.
-        gather_early: whether steps begin the first gathers of the next forward. It costs a round of agreement a step. An
-            optimizer may do that for several models, with a call for each.
+        gather_early: whether steps begin the first gathers of the next forward. It costs a round of agreement a step.
+            An optimizer may do so for several models, with a call for each.
         free_gradients: step on one bucket after the other, and set ``.grad`` of its parameters to ``None`` right after. If
             nothing overlaps, ``.grad`` of all parameters of the optimizer becomes ``None`` at the end of the step.
 
@@ -83,7 +84,7 @@ def overlap_step(
 
 
 def _early_gathers(transform: FSDPTransform, known: EarlyGathers | None) -> EarlyGathers | None:
-    """Return what lets steps begin gathers, a collective; ``None`` if there are no other ranks."""
+    """Return the object with which steps begin gathers, a collective; ``None`` if there are no other ranks."""
     options, control = transform.options, transform.sharded.control
     conflicts = {
         "agree": options.agree != "step",
@@ -104,7 +105,7 @@ class _Steps:
 
     Attributes:
         frees_gradients: whether to step on each bucket alone, and to drop its gradients after that.
-        early: what begins to gather, for each model for which steps do.
+        early: the early gathers of each model for which steps begin some.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class _Steps:
         return [early.begin(params) for reference in self.early if (early := reference()) is not None]
 
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Do after a step what a step in pieces has done already: gather early, and drop gradients."""
+        """After a step that was not made in pieces, gather early and drop gradients, as pieces do."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for step in () if isinstance(args[0].param_groups, _StepPieces) else self.begin(params):
             step.stepped(params)
@@ -134,7 +135,7 @@ class StepPiece:
     """The parameters of one bucket whose gradients one reduction has computed.
 
     Args:
-        late: the number of a reduction that has not arrived, larger than those of earlier ones.
+        late: the number of that reduction, larger than those of earlier ones; ``None`` if it has arrived.
         bucket: the bucket.
     """
 
@@ -151,10 +152,11 @@ class StepPiece:
 
 
 def in_order(pieces: Iterable[StepPiece], gathered: Collection[Bucket]) -> list[list[StepPiece]]:
-    """Return the pieces to step on at a time.
+    """Return the pieces in the order of steps, as lists that are stepped on together.
 
-    Late ones come in the order of their reductions. If the step gathers, the pieces of buckets that it gathers come as early
-    as they can, and half of the others last, so that they hide the gathers.
+    Late pieces come in the order of their reductions. If the step gathers, the pieces of the gathered buckets come as
+    early as possible, and others come last to hide the gathers: all others that have arrived, or half of them if some
+    are late.
     """
     arrived: list[StepPiece] = []
     late: list[StepPiece] = []
@@ -171,9 +173,9 @@ class _StepPieces:
     """The parameter groups of one step, cut by reduction: see [Note: Steps in the order of arrival].
 
     Args:
-        steps: those of the optimizer.
+        steps: the steps of the optimizer.
         groups: the groups, with plain rows as parameters.
-        gradients: those of parameters that are sharded. They are taken out, so that nothing else keeps them.
+        gradients: the gradients of sharded parameters. The list is emptied, so that nothing else keeps them alive.
     """
 
     def __init__(self, steps: _Steps, groups: Sequence[dict[str, Any]], gradients: list[PlainGradient]) -> None:

@@ -40,7 +40,7 @@ _CHANGES = (
 def unsharded(
     model: ThunderModule, *only: str | nn.Module, writeback: bool = True, from_rank: int | None = None
 ) -> Iterator[nn.Module]:
-    """Make parameters whole, plain tensors inside a ``with`` block, and write changes to them back; a collective.
+    """Make parameters whole, plain tensors inside a ``with`` block, and write back changes to them; a collective.
 
     It returns the original module of ``model``. Both have the whole parameters, in the dtype of the shards and on the
     device on which the model computes. It replaces FSDP1's ``summon_full_params`` and FSDP2's ``unshard`` and
@@ -49,14 +49,14 @@ def unsharded(
         with tfs.unsharded(model, "head") as module:
             torch.nn.init.orthogonal_(module.head.weight)
 
-    Memory is needed for all of these parameters, and for two buckets at the beginning. Gradients are disabled inside, and
-    the model and its submodules cannot be called. ``module.state_dict()`` and ``module.load_state_dict(...)`` work on the
-    whole parameters. Optimizer state and ``.grad`` belong to the shards and do not change. Optimizers that are created
-    inside raise an error at their first step.
+    It needs memory for all of these parameters, and for two buckets at the beginning. Gradients are disabled inside,
+    and the model and its submodules cannot be called. ``module.state_dict()`` and ``module.load_state_dict(...)`` work
+    on the whole parameters. Optimizer state and ``.grad`` belong to the shards and do not change. Optimizers that are
+    created inside raise an error at their first step.
 
-    All ranks must make the same changes, which is checked; or those of ``from_rank`` count. If the block raises an
-    exception on any rank, nothing is written on any rank. Buffers and parameters that are not sharded are always the
-    model's own: changes to them take effect at once, on this rank alone.
+    All ranks must make the same changes, which is checked, unless ``from_rank`` names the rank whose changes count. If
+    the block raises an exception on any rank, nothing is written on any rank. Buffers, and parameters that are not
+    sharded, are always the model's own: changes to them take effect at once, on this rank alone.
 
     Cost, on any number of ranks: that of :func:`stream_full_parameters` for the buckets with these parameters, and a round.
     Writing back costs three exchanges, of digests and of the names of changed parameters; with ``from_rank`` two, and a
@@ -107,7 +107,7 @@ class _Whole:
     """A parameter that is whole in the block.
 
     Attributes:
-        version: of the bucket's shard, when it was gathered.
+        version: the version of the bucket's shard when it was gathered.
     """
 
     bucket: Bucket
@@ -131,7 +131,7 @@ class _Whole:
 
 
 def _install(jitted: ThunderModule, sharded: ShardedModule, whole: Sequence[_Whole], *, are_whole: bool) -> None:
-    """Put whole parameters in place of shards into both modules, or the shards back."""
+    """Replace shards by whole parameters in both modules, or put the shards back."""
     sharded.module_params.replace_shards({id(one.shard): one.param for one in whole} if are_whole else {})
     for one in whole:
         names = one.bucket.spec.params[one.index].names
@@ -184,7 +184,7 @@ def _write_back(sharded: ShardedModule, whole: Sequence[_Whole], source: int | N
 
 
 def _choose(sharded: ShardedModule, only: Sequence[str | nn.Module]) -> list[tuple[Bucket, int]]:
-    """Return the sharded parameters among those that the user wants, in the order of the plan."""
+    """Return the sharded parameters among those that the user has chosen, in the order of the plan."""
     if not only:
         return [(bucket, index) for bucket in sharded.buckets for index in range(len(bucket.params))]
     modules = dict(sharded.module.named_modules(remove_duplicate=False))
@@ -268,16 +268,17 @@ def stream_full_parameters(
     Cost, on any number of ranks: one exchange, and a round of agreement and a gather for each bucket. A rank receives the
     model once.
 
-    All ranks must run the loop to its end, or leave it within the same bucket. Otherwise the next thing that they do
-    together raises an error. Parameters must not change during the loop. The model may be called in it.
+    All ranks must run the loop to its end, or leave it within the same bucket. Otherwise their next collective call
+    raises an error. Parameters must not change during the loop. The model may be called in it.
 
     Args:
-        dtype: the dtype of floating-point tensors; the default is that of the parameters (not of ``mp_policy``). If it is
-            smaller, each rank casts its rows before they are sent. That needs memory for two buckets' shards in it.
+        dtype: the dtype of floating-point tensors; the default is that of the parameters (not of ``mp_policy``). If it
+            is smaller, each rank casts its rows before they are sent, which needs memory for two buckets' shards in
+            that dtype.
         trainable_only: leave out parameters that do not require gradients, such as the base model of adapters.
 
     Raises:
-        TypeError: ``model`` is not sharded by ``fsdp(...)``, or ``dtype`` is no dtype.
+        TypeError: ``model`` is not sharded by ``fsdp(...)``, or ``dtype`` is not a dtype.
         ValueError: ``dtype`` is not a floating-point dtype.
         RuntimeError: parameters were changed during the loop, or given other memory; a collective failed.
         ScheduleDisagreement: ranks asked for different things, or one left the loop earlier.

@@ -3,15 +3,14 @@
 [Note: One owner for each parameter]
 A rank has some rows of each parameter. That is enough for optimizers that treat each element separately, such as AdamW
 and SGD. But Muon orthogonalizes whole matrices, and Adafactor computes means over rows, over columns and over the whole
-matrix. On some of the rows, both would compute something else, and are refused (``sharding.optimizer_steps``).
+matrix. From a part of the rows, both would compute something else, so they are refused (``sharding.optimizer_steps``).
 
 So each parameter has an *owner* among the ranks over which it is sharded. A step sends the rows of gradients and
 parameters to their owners with one all-to-all. Each owner updates its parameters, and a second all-to-all returns the
 new rows. Only the owner has a parameter's state, which is whole, as without sharding.
 
-Parameters are sent in every step, although an owner could keep those that it has updated. This way, changes to the
-shards in between, by a loaded checkpoint or by the user, are respected, and between two steps ranks hold nothing but
-state.
+Parameters are sent in every step, although an owner could keep those that it has updated. So changes to the shards in
+between, by a loaded checkpoint or by the user, are respected, and between two steps a rank holds only state.
 
 Alternatives: gather each gradient on all ranks and update it on all of them, which multiplies compute and state by the
 number of ranks. Or distribute the matrix products of the optimizer itself, which requires a special optimizer and one
@@ -57,10 +56,11 @@ class WholeParameters(torch.optim.Optimizer):
     on one rank. Parameters are distributed so that their ranks own about equally many elements.
 
     A step sends the rows of gradients and parameters, and returns the new rows, with two collectives for each process
-    group and dtype. These are all-to-alls: a message to each rank, but no more bytes on more ranks, which are three times
-    a rank's rows and what it owns. While it runs, each rank holds the whole gradients and parameters that it owns. The
-    constructor, ``step`` and ``add_param_group`` are collectives. ``state_dict`` has the state of the parameters that this
-    rank owns; use :func:`save_checkpoint` to change the number of ranks.
+    group and dtype. These are all-to-alls, with a message to each rank. In all, a rank sends and receives three times
+    its rows and three times the parameters that it owns, on any number of ranks. While it runs, each rank holds the
+    whole gradients and parameters that it owns. The constructor, ``step`` and ``add_param_group`` are collectives.
+    ``state_dict`` has the state of the parameters that this rank owns; use :func:`save_checkpoint` to change the number
+    of ranks.
 
     Args:
         optimizer_class: any ``torch.optim.Optimizer`` whose ``step`` needs no closure.
