@@ -1,4 +1,4 @@
-"""Measure what saving beside training costs: the delay of a step, and the steps while files are written.
+"""Measure the cost of asynchronous saves: the delay of a step, and the steps while files are written.
 
     python benchmarks/checkpoints.py           # each step leaves its core for 0.4 s, as it does while a GPU computes
     python benchmarks/checkpoints.py --python  # in these 0.4 s, Python runs and holds the interpreter lock

@@ -162,7 +162,7 @@ def fsdp(**given: Any) -> FSDPTransform:
             gloo may abort the process. Nothing is reused that all ranks would have to agree on: backward gathers all
             buckets that are not kept, each micro-batch of a window gathers again, and a kept bucket that another forward
             has overwritten before backward is an error. Parameters that no output with a gradient has used get a gradient
-            of zeros instead of ``None``. The error of a save beside training is raised by the next save or ``result()``.
+            of zeros instead of ``None``. The error of an asynchronous save is raised by the next save or ``result()``.
             ``"never"``: ranks do not even compare what they have compiled, so a rank may compile alone. Ranks that
             compute different things then average different gradients without an error.
         ranks_may_differ: let ranks run different programs in the same step: different branches, blocks or experts, another

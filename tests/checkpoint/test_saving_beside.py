@@ -1,4 +1,4 @@
-"""Saves beside training (``save_checkpoint_async``): files, training, errors on all ranks, killed processes."""
+"""Asynchronous saves (``save_checkpoint_async``): files, training, errors on all ranks, killed processes."""
 
 from __future__ import annotations
 

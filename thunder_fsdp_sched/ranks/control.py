@@ -45,7 +45,7 @@ whether the memory of what it kept was freed       the hash: ``SlotOfBucket.is_f
 whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
 whether an optimizer's step has gathered for it    the same; whether it gathers: a round (``EarlyStep``)
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
-whether a save beside training has failed          offered: the error is raised once all ranks know of it
+whether an asynchronous save has failed            offered: the error is raised once all ranks know of it
 what a search for settings finds                   one rank searches for all: ``choosing.decide_once``
 whether the first run of its trace is audited      offered: then all ranks end the run with ``report``
 that its traces exceed ``max_memory``, or a later
@@ -109,7 +109,7 @@ class Control:
         self.group = group = replace(group)  # models given one `Ranks` object, or one mesh, share `group`
         self.title = title
         self.number = hash64(name)
-        self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
+        self.failure: Callable[[], object] | None = None  # raises the error of an asynchronous save
         self.issue_counts = IssueCounts()
         self.agreement = agreement
         _controls[group] = weakref.ref(self)

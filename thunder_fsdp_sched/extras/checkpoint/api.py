@@ -1,10 +1,10 @@
 """Checkpoints on disk in the format of torch.distributed.checkpoint (DCP), saved and loaded completely or not at all.
 
 [Note: All or nothing]
-DCP first writes a file for every rank, and last the list of their contents, ``.metadata``. So a folder is a checkpoint
-if that file exists. Each checkpoint has its own folder (see [Note: Two runs, one folder] in ``folder``). Before reading
-data, loading compares the lists that the ranks see, and names and shapes with that list. It reads into separate memory,
-verifies the data, and changes model and optimizers only after every rank has read everything.
+DCP writes a file for every rank, and then the list of their contents, ``.metadata``. So a folder is a checkpoint if
+that file exists. Each checkpoint has its own folder (see [Note: Two runs, one folder] in ``folder``). Before reading
+data, loading checks that all ranks see the same list, and compares names and shapes with it. It reads into separate
+memory, verifies the data, and changes model and optimizers only after every rank has read everything.
 
 [Note: What is trusted]
 No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``storage``). Tensors and all other values,
@@ -76,13 +76,15 @@ def save_checkpoint(
             loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
             them. They must be equal on all ranks. DTensors, such as an average of the parameters, are saved by rows.
         keys: names under which model and optimizers are saved.
-        keep: when this checkpoint is complete, remove all but the ``keep`` newest, this one included, of the complete ones
-            beside it whose names differ from its own in digits alone: ``step-200`` removes ``step-100``, and neither
-            ``best`` nor ``other-run-step-100``. Newest means saved last. Links are left alone, and checkpoints of other
-            programs, of Fabric, and of versions of this package that did not record the order.
+        keep: once this checkpoint is complete, keep the ``keep`` newest of its series, itself included, and remove the
+            others. Its series are the complete checkpoints in the same folder whose names differ from its own in digits
+            alone: ``step-200`` removes ``step-100``, but neither ``best`` nor ``other-run-step-100``. Newest means
+            saved last. Links are left alone, as are checkpoints of other programs, of Fabric, and of versions of this
+            package that did not record the order.
 
-    Cost: three exchanges, and each rank sends the first one two messages, which it answers: the list of its rows, and what
-    it has written. The list of all has an entry for each parameter and for each cut between ranks in a bucket.
+    Cost: three exchanges, and each rank sends two messages to the first rank, which answers them: the list of its rows,
+    and the list of what it has written. The joint list has an entry for each parameter and for each cut between ranks
+    in a bucket.
 
     Returns:
         The folder, whose checkpoint is complete.
@@ -90,8 +92,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or cannot be written, or another
             run saves into it; the disk is full; an optimizer has other parameters; optimizers, their options or ``extra``
-            differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
-            training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
+            differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier
+            asynchronous save failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
     group, path, state = _collect(model, folder, optimizers, extra, keys, keep)
     return save_in_rounds(group, path, METADATA, state, _writing(path, keep))
@@ -107,13 +109,13 @@ def save_checkpoint_async(
     keep: int | None = None,
     writer: Literal["process", "thread"] = "process",
 ) -> Saving:
-    """Copy what :func:`save_checkpoint` saves to host memory, and write it while training goes on; a collective.
+    """Copy the state for :func:`save_checkpoint` to host memory, and write it while training continues; a collective.
 
-    See [saving beside training](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
+    See [asynchronous saves](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
     :func:`save_checkpoint`.
 
     Args:
-        writer: who writes the data: a process of each rank at low priority (on Linux), or a thread.
+        writer: the writer of the data: a process of each rank at low priority (on Linux), or a thread.
     """
 
     def stage(state: dict[str, Any]) -> Staging:
@@ -134,13 +136,13 @@ def _collect(
     keep: int | None,
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
 ) -> tuple[ProcessGroupRef, Path, Any]:
-    """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
+    """Return the ranks, the folder, and the result of ``stage`` for the values to save; compare the ranks."""
     model, sharded = find_jitted(model)
     group = sharded.world_group
     collected: list[Any] = []
 
     def collect() -> str:
-        """Collect where and what is saved, and what must be equal on all ranks; return a digest of the latter."""
+        """Collect the folder, the values, and the facts that must be equal on all ranks; return a digest of these."""
         sharded.check_initialized()
         finish_latest()
         path, chosen = path_of(folder, "folder"), listed(optimizers)
@@ -172,7 +174,7 @@ def _collect(
 
 
 def _writing(path: Path, keep: int | None, writer: str | None = None) -> Write:
-    """Return the function that writes a checkpoint; beside training if there is a ``writer``."""
+    """Return the function that writes a checkpoint, asynchronously if there is a ``writer``."""
 
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
         process = host_memory.writer() if writer == "process" else None
@@ -206,11 +208,10 @@ def load_checkpoint(
         folder: the checkpoint.
         optimizers: optimizers of the jitted module's parameters; none loads only the model.
         extra: names and structure of the additional values to load. Keys of dictionaries must be in the checkpoint;
-            numbers and strings are placeholders. In place of a DTensor each rank loads its rows, in place of
-            ``None`` whole tensors.
+            numbers and strings are placeholders. For a DTensor, each rank loads its rows; for ``None``, whole tensors.
         keys: names under which model and optimizers were saved.
-        strict: raise an error if the checkpoint has parameters that the model does not have, or lacks some that it has.
-            ``False``, as in torch's ``load_state_dict``: the latter keep their values, and a warning names them.
+        strict: raise an error if the checkpoint has parameters that the model lacks, or lacks some that the model has.
+            With ``False``, as in torch's ``load_state_dict``, the latter keep their values, and a warning names them.
         verify_checksums: verify all data before anything is changed. Each rank verifies the chunks that it reads.
 
     Returns:
@@ -257,7 +258,7 @@ def load_checkpoint(
         raise coded_error(CheckpointError, "ranks.optimizers-differ", difference=difference)
     loading.finish(group, "load_checkpoint")
     for bucket in sharded.buckets:
-        if "feedback" in vars(bucket):  # what rounding has lost of the gradients of other values
+        if "feedback" in vars(bucket):  # the rounding errors of earlier gradients
             bucket.feedback.lost.zero_()
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)

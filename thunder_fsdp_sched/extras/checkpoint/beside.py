@@ -1,23 +1,25 @@
-"""Saving in rounds of all ranks, in the calling thread or beside training.
+"""Saving in rounds of all ranks, in the calling thread or asynchronously.
 
-[Note: Saving beside training]
-``torch.distributed.checkpoint.async_save`` loses the checkpoint in flight if a script ends with ``destroy_process_group()``,
-because its thread communicates over a registered process group, by default that of training; any number of saves may be
-in flight; only those who ask the future see an error; and its process runs the user's script again (``spawn``), serves
-the ranks of the first call for good, and is not replaced if it dies. So only DCP's planner, writer and format are used
-here. The ranks exchange plans and results over connections of their own (:class:`Rounds`).
+[Note: Asynchronous saves]
+``torch.distributed.checkpoint.async_save`` loses the checkpoint in flight if a script ends with
+``destroy_process_group()``, because its thread communicates over a registered process group, by default that of
+training. Any number of saves may be in flight, and an error is seen only by callers that ask the future. Its process
+runs the user's script again (``spawn``), serves the ranks of the first call forever, and is not replaced if it dies. So
+only DCP's planner, writer and format are used here. The ranks exchange plans and results over connections of their own
+(:class:`Rounds`).
 
-A round ends in the same way on all ranks, so an error of one is that of all. It is logged at once, and raised by
-``result()`` or by the first of these calls of this package, on all ranks: the next call of the model or save or load, or
-else at exit. Python waits for the thread before it exits.
+A round ends in the same way on all ranks, so an error of one rank is an error of all. It is logged at once. On all
+ranks, ``result()`` raises it; otherwise the next call of the model, save or load does, or the exit of the process.
+Python waits for the thread before it exits.
 
 [Note: The exit code of a failed save]
-Python decides on the exit code before it runs exit hooks, and ignores their errors but one: if standard output or standard
-error cannot be flushed at the very end, the exit code is 120 (documented at ``sys.exit``). So after a failed save, flushing
-standard error fails then. All other exit hooks run as usual, which ``os._exit`` would prevent.
+Python decides on the exit code before it runs exit hooks, and ignores their errors. But if standard output or standard
+error cannot be flushed at the very end, the exit code is 120 (documented at ``sys.exit``). So after a failed save,
+standard error is replaced by a stream whose last flush fails. All other exit hooks run as usual, which ``os._exit``
+would prevent.
 
-A forked process of ``multiprocessing`` ends with ``os._exit``. Before Python 3.13 it runs no exit hooks, but finalizers, in
-which ``SystemExit`` sets the exit code. Since then it runs both after the exit code is decided, finalizers last.
+A forked process of ``multiprocessing`` ends with ``os._exit``. Before Python 3.13 it runs only finalizers, in which
+``SystemExit`` sets the exit code. Since then it runs exit hooks and then finalizers, after the exit code is decided.
 """
 
 from __future__ import annotations
@@ -57,15 +59,15 @@ from .storage import RunWriter
 from .writer_process import text_of
 
 _PATIENCE = timedelta(minutes=30)
-"""How long a rank waits at least for the others, which may write more, or to a slower disk."""
+"""The least time for which a rank waits for the others, which may write more, or to a slower disk."""
 
 _log = logging.getLogger(__name__)
 
 
 class Rounds:
-    """Connections of one thread of each rank. In a round, each rank sends a value to the first, which answers all.
+    """Connections between one thread of each rank. In a round, each rank sends a value to the first.
 
-    Creating them is a collective.
+    The first rank answers all. Creating them is a collective.
 
     Args:
         key: unique to these connections, the same on all ranks.
@@ -87,7 +89,7 @@ class Rounds:
             answer: on the first rank, returns the answers to the values of all ranks; ``None`` for no answers.
 
         Raises:
-            CheckpointError: on all ranks, if one of these fails, or a rank is gone.
+            CheckpointError: on all ranks, if one of these fails, or a rank has exited.
         """
         value, fault = self._attempt(make)
         if self.rank:
@@ -105,7 +107,7 @@ class Rounds:
                 self._send(rank, (answers[rank], fault))
             value = answers[0]
         if fault:
-            self.is_usable = False  # messages may be on their way
+            self.is_usable = False  # messages may be in flight
             raise CheckpointError(fault)
         return value
 
@@ -117,7 +119,7 @@ class Rounds:
 
     def _send(self, rank: int, message: tuple[Any, str]) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):  # a rank that is gone answers nothing, either
+        with contextlib.suppress(RuntimeError):  # a rank that has exited does not answer, either
             self._connections.send([torch.tensor([data.numel()])], rank, 0).wait()
             self._connections.send([data], rank, 0).wait()
 
@@ -134,7 +136,7 @@ class Rounds:
 
 
 class Saving:
-    """A save that goes on beside training: the result of ``save_checkpoint_async`` and ``save_safetensors_async``."""
+    """An asynchronous save: the result of ``save_checkpoint_async`` and ``save_safetensors_async``."""
 
     def __init__(self, path: Path, control: Control, write: Callable[[], None], staged: Callable[[], None]) -> None:
         self._path, self._control, self._staged = path, control, staged
@@ -146,7 +148,7 @@ class Saving:
         _register_exit_hooks()
 
     def staged(self) -> None:
-        """Wait until the values are copied. Training need not: see [Note: Staging] in ``staging``."""
+        """Wait until the values are copied. Training need not do that: see [Note: Staging] in ``staging``."""
         self._check_process()
         self._staged()
 
@@ -160,7 +162,7 @@ class Saving:
 
         Raises:
             CheckpointError: on all ranks, if it failed on any.
-            RuntimeError: this process was forked off the one that saves.
+            RuntimeError: this process is a fork of the one that saves.
         """
         self._check_process()
         self._thread.join()
@@ -186,14 +188,14 @@ class Saving:
 
 
 _latest: Saving | None = None
-"""The latest save beside training of this process."""
+"""The latest asynchronous save of this process."""
 
 
 def finish_latest() -> None:
     """Wait for the save in flight.
 
     Raises:
-        CheckpointError: it failed, and that was not raised yet.
+        CheckpointError: it failed, and its error has not been raised yet.
     """
     global _latest
     if _latest is not None:
@@ -221,13 +223,13 @@ reset_after_fork(_forget_latest)
 
 
 _finalizer: Finalize | None = None
-"""That of this process, if ``multiprocessing`` started it. A fork ends it."""
+"""The finalizer of this process, if ``multiprocessing`` has started the process. In a fork it is not active."""
 
 _has_failed = False
 """Whether the last save of this process has failed, at exit."""
 
 _UNUSABLE_STREAM = contextlib.suppress(AttributeError, OSError, ValueError)
-"""Ignores that a standard stream is ``None``, cannot be written, or is closed."""
+"""Ignores the errors of a standard stream that is ``None``, closed or not writable."""
 
 
 def _register_exit_hooks() -> None:
@@ -239,7 +241,7 @@ def _register_exit_hooks() -> None:
 
 
 def _finish_at_exit() -> None:
-    """Finish the save in flight; if it failed, print the error and let the exit code be 120."""
+    """Finish the save in flight; if it failed, print the error and make the exit code 120."""
     global _has_failed
     try:
         finish_latest()
@@ -267,10 +269,10 @@ class _FailsAtTheEnd:
     """A stream that Python cannot flush when it has run all exit hooks; see [Note: The exit code of a failed save].
 
     Args:
-        stream: the stream in its place, which may be closed or ``None``.
+        stream: the stream that it replaces, which may be closed or ``None``.
     """
 
-    closed = False  # Python flushes no other
+    closed = False  # Python flushes only open streams
 
     def __init__(self, stream: Any) -> None:
         self._stream = io.StringIO() if stream is None else stream

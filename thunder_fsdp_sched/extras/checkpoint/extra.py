@@ -1,7 +1,4 @@
-"""The parts of a checkpoint besides the model and its optimizers. Reading them runs no code.
-
-Additional values (``extra``): tensors, and plain values as ``torch.save`` writes them.
-"""
+"""The additional values of a checkpoint (``extra``): tensors, and plain values as ``torch.save`` writes them."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ are numbered."""
 
 
 def encode(extra: dict[str, Any]) -> dict[str, Any]:
-    """Return what DCP saves of additional values.
+    """Return additional values as DCP saves them.
 
     Raises:
         ValueError: a value cannot be stored; the message has its location.
@@ -47,7 +44,7 @@ def decode(paths: Paths, reader: Reader) -> dict[str, Any]:
     """Return the values that :func:`encode` received, with a :class:`Saved` in place of each tensor.
 
     Args:
-        paths: those below :data:`EXTRA`. If :func:`encode` did not make them, there are no such values.
+        paths: the paths below :data:`EXTRA`. If :func:`encode` did not make them, the result is empty.
     """
     if (name := paths.get(("values",))) is None:
         return {}
@@ -60,7 +57,7 @@ def decode(paths: Paths, reader: Reader) -> dict[str, Any]:
 
 
 def facts_of(extra: dict[str, Any]) -> dict[str, str]:
-    """Describe values, to compare ranks. The contents of tensors that are spread over ranks are left out."""
+    """Describe values, to compare ranks. The contents of sharded tensors are left out."""
     return {f"extra{keystr(path)}": _fact(value) for path, value in tree_leaves_with_path(extra)}
 
 
@@ -85,7 +82,7 @@ def fit(loading: Loading, wanted: Any, name: str, own: Mapping[str, Any], paths:
         wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
             and all dictionaries to one class, so for its values both are taken from ``wanted``.
         own: the values that :func:`save_checkpoint` saved.
-        paths: those of the value, if ``dcp.save`` saved it.
+        paths: the paths of the value, if ``dcp.save`` saved it.
 
     Raises:
         ValueError: a wanted value is missing, or has another structure.

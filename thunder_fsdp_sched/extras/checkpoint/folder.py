@@ -7,18 +7,19 @@ Runs that save into the same folder at once know nothing of each other. Two mech
 2. The file that completes the folder is written elsewhere and then created as a hard link, which fails if the name
    exists. So the first run to finish has saved, all others get an error, and a complete folder is never overwritten.
 
-The run that has completed the folder deletes the files of all others, also of those that were killed. A run that fails
-deletes its own.
+The run that has completed the folder deletes the files of all others, including killed ones. A run that fails deletes
+its own.
 
 [Note: Order on disk]
-After a crash of the machine, any write, creation, rename or removal that was not synced may be lost, in whatever order they
-were made. An fsync of a file syncs its data, one of a folder the names in it. So everything that a checkpoint consists of is
-synced before the file that completes it gets its name, and that name before an older checkpoint is removed.
+After a crash of the machine, any write, creation, rename or removal that was not synced may be lost, regardless of
+their order. An fsync of a file syncs its data, one of a folder the names in it. So everything that a checkpoint
+consists of is synced before the file that completes it gets its name, and that name before an older checkpoint is
+removed.
 
 [Note: The order of saves]
-Times of files are those of the last copy, so the order stands in the checkpoints: the list of contents ends with a stamp. It
-is the time of the save in nanoseconds or, if a checkpoint in the same folder has that stamp or a later one, the latest stamp
-plus one. So neither a copy of the folder nor a clock that goes back changes the order.
+Copying changes the times of files, so checkpoints record the order themselves: the list of contents ends with a stamp.
+It is the time of the save in nanoseconds or, if a checkpoint in the same folder has that stamp or a later one, the
+latest stamp plus one. So neither a copy of the folder nor a clock that goes back changes the order.
 
 Checkpoints of ``dcp.save`` and of earlier versions of this package have no stamp. They count as older than those with one.
 Among them, a series (names that differ in digits alone) is ordered by these numbers, and series by the times of their files.
@@ -130,7 +131,7 @@ class SaveRun:
         self._process = os.getpid()
 
     def begin(self) -> str:
-        """Create the draft, on the first rank, after which all ranks look for it; return the run's id."""
+        """Create the draft on the first rank, before all ranks look for it; return the run's id."""
         refuse_complete(self.folder, self.last)
         make_folder(self.folder)
         self.draft.mkdir()
@@ -142,8 +143,8 @@ class SaveRun:
         """Raise an error if this rank does not see the draft.
 
         Raises:
-            ValueError: the first rank's folder is not this one, or another run has completed it meanwhile, or this rank
-                cannot write into it.
+            ValueError: the first rank's folder is not this one, or another run has completed it in the meantime, or
+                this rank cannot write into it.
         """
         refuse_complete(self.folder, self.last)
         if not self.draft.is_dir():
@@ -169,7 +170,7 @@ class SaveRun:
     def clean_up(self) -> None:
         """Delete the draft, and the files of all other runs if this one has completed the folder, else its own.
 
-        It never raises: at worst, unused files remain. A process that was forked meanwhile deletes nothing.
+        It never raises: at worst, unused files remain. A process that was forked in the meantime deletes nothing.
         """
         if self._process != os.getpid():
             return
@@ -193,7 +194,7 @@ def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool)
 
     Args:
         last: name of the file that completes the folder.
-        is_ready: whether this rank is ready, for whatever the caller needs.
+        is_ready: whether this rank has what the caller needs.
 
     Raises:
         CheckpointError: on all ranks, if the folder is complete, ranks passed other folders, or saving failed.
@@ -327,11 +328,11 @@ def stamp_of(folder: Path) -> int | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in ``folder`` by the order of their saves, links to one after the folder itself."""
+    """Return the complete checkpoints in ``folder``, newest first; a link comes after the folder to which it points."""
     found: list[Path] = []
     times: dict[str, int] = {}
     for file in folder.glob(f"*/{METADATA}"):
-        with contextlib.suppress(FileNotFoundError):  # the first rank removes old ones meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the first rank may be removing old ones
             series = series_of(file.parent)
             times[series] = max(time_of(file.parent), times.get(series, 0))
             found.append(file.parent)
@@ -346,10 +347,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def series_of(path: Path) -> str:
-    """Return what the names of the checkpoints of a series have in common: ``step-#`` for ``step-100``."""
+    """Return the common part of the names in a series: ``step-#`` for ``step-100``."""
     return _NUMBER.sub("#", path.resolve().name)
 
 
 def time_of(folder: Path) -> int:
-    """Return when the list of contents of a checkpoint was written or copied, in nanoseconds."""
+    """Return the time at which the list of contents of a checkpoint was written or copied, in nanoseconds."""
     return (folder / METADATA).stat().st_mtime_ns

@@ -44,7 +44,7 @@ class Loading:
     """Values that are being loaded from a source.
 
     Attributes:
-        memory: where values are read, by their names in the source.
+        memory: the memory into which values are read, by their names in the source.
         casts: entries whose dtype differs: name, dtype in the source, dtype in memory.
     """
 

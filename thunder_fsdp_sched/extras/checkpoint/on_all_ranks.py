@@ -1,4 +1,4 @@
-"""Do on all ranks what saving and loading consists of: an error on one rank is raised on every rank."""
+"""Run the steps of saving and loading on all ranks: an error on one rank is raised on every rank."""
 
 from __future__ import annotations
 

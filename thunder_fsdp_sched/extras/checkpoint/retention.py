@@ -4,11 +4,11 @@
 ``keep=n`` deletes data, so it deletes only what is certainly an old checkpoint of this package:
 
 - a sibling folder whose name differs in digits alone from that of the new one (``step-100``, not ``best``). Links
-  (``latest -> step-3``) are left alone, as is what they point to unless it is beside the new one. Folders are compared by
-  device and inode, because one folder may have several names;
-- complete, with a stamp (see [Note: The order of saves] in ``folder``), with the file names of a single run, and not one of
-  Fabric, which has more files;
-- only when the new checkpoint has been found intact, and neither it nor the newest intact one of this kind.
+  (``latest -> step-3``) are left alone, as are their targets outside of this folder. Folders are compared by device and
+  inode, because one folder may have several names;
+- complete, with a stamp (see [Note: The order of saves] in ``folder``), with the file names of a single run, and not one
+  of Fabric, which has more files;
+- only after the new checkpoint has been found intact, and neither that one nor the ``keep`` newest intact siblings.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the subfolder of ``folder`` with the checkpoint that was saved last, whatever its name; ``None`` without one.
 
-    Checkpoints hold the order in which they were saved, so copying the folder does not change it. Those of ``dcp.save``
-    and of earlier versions of this package do not: they count as older than those that do, and among themselves are ordered
-    by the numbers in names that differ in digits alone, otherwise by the times of their files. A warning names one that may
-    be newer than the result.
+    Checkpoints record the order in which they were saved, so copying the folder does not change it. Those of
+    ``dcp.save`` and of earlier versions of this package do not, and count as older than all that do. Among themselves
+    they are ordered by the numbers in names that differ in digits alone, otherwise by the times of their files. A
+    warning names one that may be newer than the result.
 
     All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
-    is damaged or has files that are missing or truncated; a warning names the latter. A save of this process that is in
-    flight beside training is waited for.
+    is damaged, or whose files are missing or truncated; a warning names the latter. If an asynchronous save of this
+    process is in flight, the call waits for it.
 
     Raises:
         ValueError: ``folder`` is a file, or a checkpoint itself that contains no others.
@@ -70,10 +70,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def check_keep(path: Path, keep: int | None) -> None:
-    """Check that old checkpoints beside ``path`` can be told from others.
+    """Check that old checkpoints beside ``path`` can be distinguished from others.
 
     Raises:
-        TypeError, ValueError: ``keep`` is no positive integer, or ``path`` is a link, or its name has no number.
+        TypeError, ValueError: ``keep`` is not a positive integer, or ``path`` is a link, or its name has no number.
     """
     if keep is None:
         return
@@ -88,7 +88,7 @@ def check_keep(path: Path, keep: int | None) -> None:
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Remove checkpoints beside ``path``, which is complete, but the ``keep`` newest; see [Note: What is removed]."""
+    """Remove all but the ``keep`` newest siblings of ``path``, which is complete; see [Note: What is removed]."""
     try:
         _intact_chunks(path)
     except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ def remove_old(path: Path, keep: int) -> None:
                 raise coded_error(ValueError, "checkpoint.old-of-other-program")
             if (old / OTHERS).exists():
                 raise coded_error(ValueError, "checkpoint.old-of-fabric")
-            (old / METADATA).unlink()  # first, so that it is never half a checkpoint
+            (old / METADATA).unlink()  # first, so that the folder is never half a checkpoint
             sync(old)
             for name in names:
                 (old / name).unlink()
@@ -124,7 +124,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _intact_chunks(path: Path) -> list[Any]:
-    """Return where the data of a checkpoint are.
+    """Return the locations of the data of a checkpoint.
 
     Raises:
         OSError, ValueError: its list of contents is damaged, or files are missing or truncated.

@@ -5,10 +5,11 @@ Host memory is allocated at the first save that needs it, and used again by late
 name (on Linux), which the writer process maps, too, and is pinned if tensors are on a GPU. Each tensor is copied once,
 without the rest of its storage.
 
-Copies are issued in the calling thread and on the current stream. So on a GPU whatever changes a tensor later waits for its
-copy by itself, be it a step of an optimizer, a forward that updates buffers, or a write that this package does not see; the
-host does not wait. On a CPU, a thread would compete with forward for the same cores and memory bandwidth. Either way
-a step is delayed by one copy of the state. Side streams could hide it, but only if each of these writers waited for them.
+Copies are issued in the calling thread and on the current stream. So on a GPU, every later write to a tensor runs after
+its copy, be it by a step of an optimizer, a forward that updates buffers, or a kernel that this package does not see;
+the host does not wait. On a CPU, a thread would compete with forward for the same cores and memory bandwidth. Either
+way a step is delayed by one copy of the state. A side stream could hide it, but then each of these writers would have
+to wait for it.
 
 The stagers of torch.distributed.checkpoint copy whole storages, which for rows are those of buckets with their padding
 (``DefaultStager``), or allocate memory in each save (``BlockingAsyncStager``, whose cache needs an accelerator).
@@ -45,7 +46,7 @@ class HostMemory:
         self._writer: WriterProcess | None = None
 
     def reserve(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return at least ``nbytes`` bytes, those of the last save if they suffice."""
+        """Return at least ``nbytes`` bytes: the memory of the last save if it suffices."""
         if nbytes <= self.memory.nbytes and pinned <= self._is_pinned:
             return self.memory
         if self._writer is not None:
@@ -65,7 +66,7 @@ class HostMemory:
         return self.memory
 
     def writer(self) -> WriterProcess | None:
-        """Return the process that writes from this memory; start it unless it is running. Only Linux can have one."""
+        """Return the process that writes from this memory (on Linux only); start it unless it is running."""
         if self._file < 0:
             return None
         if self._writer is None or self._writer.process.poll() is not None:
@@ -73,7 +74,7 @@ class HostMemory:
         return self._writer
 
     def forget(self) -> None:
-        """Start anew in a forked process: memory and writer are the parent's, whose copies are in them."""
+        """Start anew in a forked process: memory and writer belong to the parent, and hold its copies."""
         if self._writer is not None:
             self._writer.forget()
         if self._file >= 0:
@@ -82,13 +83,13 @@ class HostMemory:
 
 
 host_memory = HostMemory()
-"""That of this process, which has one save in flight."""
+"""The host memory of this process, which has at most one save in flight."""
 
 reset_after_fork(host_memory.forget)
 
 
 class Staging:
-    """A state dict that will be copied, for whose tensors there is :data:`host_memory` now.
+    """A state dict to be copied; creating it reserves :data:`host_memory` for its tensors.
 
     Raises:
         RuntimeError: there is not enough memory.

@@ -28,7 +28,7 @@ _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "
 """Keys of parameter groups that are not options of the optimizer, or that schedulers add."""
 
 _SELECT_STATE = {"amsgrad", "centered", "momentum"}
-"""Options of optimizers of torch that decide which state they make."""
+"""Options of torch's optimizers that decide which state they create."""
 
 
 def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) 
     """Return one or several optimizers as a list, without the wrappers of Lightning Fabric and of accelerate.
 
     Raises:
-        TypeError: one of them is none.
+        TypeError: one of them is not an optimizer.
     """
     if isinstance(optimizers, Mapping):
         raise coded_error(TypeError, "optimizer.got-state-dictionary")
@@ -140,17 +140,17 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
 
 
 def _owns(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], bool] | None:
-    """Return what tells whether this rank has a parameter's state, all of it; ``None`` if ranks have rows of it."""
+    """Return a function that tells whether this rank has a parameter's whole state; ``None`` if ranks have its rows."""
     return getattr(optimizer, "owns", None)  # of WholeParameters
 
 
 def _as_vector(state: RowDTensor) -> RowDTensor:
-    """Return the state of a 0-dim parameter with the shape ``(1,)``, which tells it from a number that all ranks have."""
+    """Return the state of a 0-dim parameter with the shape ``(1,)``, unlike a number that all ranks have."""
     return state if state.ndim else RowDTensor.wrap(state.to_local(), state.rows.reshaped((1,)))
 
 
 def _check_state(name: str, state: dict[str, Any]) -> None:
-    """Raise an error for state of which nobody can tell whether it is whole."""
+    """Raise an error for plain tensors in the state, which may be whole or rows."""
     for key, value in ((key, leaf) for key, values in state.items() for leaf in tree_leaves(values)):
         if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (*DTENSORS, RowPiece)):
             raise coded_error(
@@ -169,7 +169,7 @@ def describe_optimizers(
     """Describe optimizers and their parameters, to compare ranks.
 
     Args:
-        values: describe what one rank saves for all, too: options, and names and numbers of the state.
+        values: also describe what one rank saves for all: options, and the names and numbers in the state.
     """
     names = names_of_params(model, optimizers)
     facts = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
@@ -190,11 +190,11 @@ def fit_optimizers(
 ) -> list[dict[str, Any]]:
     """Provide memory for the state of optimizers, and return the argument for each optimizer's ``load_state_dict``.
 
-    It has parameters by number, and groups in the optimizer's own order. Values that ``load_state_dict`` will cast to the
-    dtype of the parameter are among the casts.
+    The argument has parameters by number, and groups in the optimizer's own order. Values that ``load_state_dict`` will
+    cast to the dtype of the parameter are among the casts.
 
     Args:
-        paths: those of the state of all optimizers, as :func:`get_optimizer_state_dict` returns it.
+        paths: the paths of the state of all optimizers, as :func:`get_optimizer_state_dict` returns it.
 
     Raises:
         ValueError: the source has other parameter groups, or the state of another kind of optimizer.
@@ -206,7 +206,7 @@ def fit_optimizers(
     sizes = {path: loading.size_of(name) for path, name in paths.items() if path[0] == "state"}
     later = {path for path, size in sizes.items() if size is not None}
     of_rows = {path[2:] for path in later if shapes.get(path[1]) == sizes[path]}
-    # All but the tensors of the state is read now: options, which must fit, may be tensors, too.
+    # Everything except the tensors of the state is read now. Options must fit, and may be tensors, too.
     now = loading.reader.load({name: loading.blank(name) for path, name in paths.items() if path not in later})
     saved = nested({path: now.get(name, Saved(name)) for path, name in paths.items()})
     states = {sharded.names_of(name)[0]: state for name, state in saved.get("state", {}).items()}
@@ -276,7 +276,7 @@ def _misfit(label: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str
 
 
 def _text(value: Any) -> str:
-    """Describe a value; of a tensor that may be rows, only that it is one."""
+    """Describe a value; for a tensor that may be rows, say only that it is a tensor."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return "a tensor" if value.ndim or isinstance(value, (*DTENSORS, RowPiece)) else repr(value.tolist())

@@ -2,8 +2,8 @@
 
 [Note: Metadata is a pickle]
 DCP pickles its metadata, and unpickling calls any function that the file names. So only the classes that belong to such
-a list are allowed; anything else is refused before it is called. The bytes that are checked are those that are used:
-ranks compare their digest, and the data files are read according to the checked list.
+a list are allowed; anything else is refused before it is called. The bytes that are checked are also the ones that are
+used: ranks compare their digest, and the data files are read according to the checked list.
 
 A list that this package wrote ends with its stamp (see [Note: The order of saves] in ``folder``) and its own checksum. Both
 follow the pickle, where other readers ignore them. It contains the checksum of each chunk of data (``crc32`` in its
@@ -153,7 +153,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _member,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
-    # The path where it was saved, which is unused.
+    # The path to which it was saved, which is not used.
     **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in _PATH_CLASSES},
 }
 
@@ -198,7 +198,7 @@ class CheckedReader(FileSystemReader):
     def load(self, values: dict[str, Any]) -> dict[str, Any]:
         """Load tensors in place, and plain values in place of ``None``, by their names in the checkpoint.
 
-        No rank needs another for that, so this is no collective, unlike DCP's function of this name.
+        Each rank does so alone, so this is not a collective, unlike DCP's function of the same name.
 
         Raises:
             ValueError: a file is damaged, or cannot be read, or a value is not plain.
@@ -255,7 +255,7 @@ class RunWriter(FileSystemWriter):
     """The writer of files with the run's id in their names, and of the list of their contents unless another run was first.
 
     Args:
-        process: writes this rank's data; ``None`` if this process does.
+        process: the process that writes this rank's data; ``None`` for this one.
         is_staged: whether all tensors are in host memory, so that no stream is waited for.
     """
 
@@ -288,7 +288,7 @@ class RunWriter(FileSystemWriter):
 
 
 def check_plain(tree: Any, name: str) -> None:
-    """Raise an error unless what DCP saves of a state dict can be loaded.
+    """Raise an error unless the values that DCP would save can be loaded.
 
     Raises:
         ValueError: a value is neither a tensor nor plain; the message has its location.

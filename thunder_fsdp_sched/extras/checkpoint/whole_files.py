@@ -51,27 +51,27 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str]) -> Pa
     The first rank receives one bucket at a time, in the dtype of the shards, over gloo. If another run saves into the
     folder, one of the two gets an error, and no file is overwritten.
 
-    Cost: three exchanges, and each rank sends the first one a message with its rows for each bucket, and two others, which
-    it answers. So the first rank receives the model once.
+    Cost: three exchanges, and each rank sends its rows to the first rank, in a message for each bucket, and two other
+    messages, which are answered. So the first rank receives the model once.
 
     Args:
-        folder: a folder that holds no whole model yet, on a disk that all ranks see.
+        folder: a folder without a whole model, on a disk that all ranks see.
 
     Returns:
         The folder's index file, ``model.safetensors.index.json``.
 
     Raises:
         CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
-            be written, or an earlier save beside training failed, or safetensors is not installed.
+            be written, or an earlier asynchronous save failed, or safetensors is not installed.
     """
     group, path, state, write = _prepare(model, folder)
     return save_in_rounds(group, path, INDEX, state, write)
 
 
 def save_safetensors_async(model: ThunderModule, folder: str | os.PathLike[str]) -> Saving:
-    """Copy each rank's rows to host memory, and gather and write them in threads while training goes on; a collective.
+    """Copy each rank's rows to host memory; gather and write them in threads while training continues; a collective.
 
-    See [saving beside training](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
+    See [asynchronous saves](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
     :func:`save_safetensors`.
     """
     group, path, staging, write = _prepare(model, folder, Staging)
@@ -83,7 +83,7 @@ def _prepare(
     folder: str | os.PathLike[str],
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
 ) -> tuple[ProcessGroupRef, Path, Any, Write]:
-    """Return the ranks, the folder, what ``stage`` makes of the entries, and the function that writes them."""
+    """Return the ranks, the folder, the result of ``stage`` for the entries, and the function that writes them."""
     model, sharded = find_jitted(model)
     group = sharded.world_group
 
@@ -160,14 +160,15 @@ def load_safetensors(
     Tensors of another dtype are cast, with a warning on the first rank. While reading, it needs as much additional memory as
     the model's shards.
 
-    Cost, on any number of ranks: seven exchanges, nine if ranks see files of their own. Values are read, not sent.
+    Cost, on any number of ranks: seven exchanges, nine if ranks see different copies of the files. Values are read, not
+    sent.
 
     Args:
         source: a ``.safetensors`` file, or a folder with some (with or without an index).
-        strict: refuse files with tensors that the model does not have, or without some that it has. ``False``, as in
-            torch's ``load_state_dict``: the latter keep their values, and a warning names them.
-        verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything
-            is changed.
+        strict: refuse files that have tensors that the model lacks, or lack some that it has. With ``False``, as in
+            torch's ``load_state_dict``, the latter keep their values, and a warning names them.
+        verify_checksums: verify the checksums in the index, which :func:`save_safetensors` writes, before anything is
+            changed.
 
     Raises:
         CheckpointError: on all ranks, if safetensors is not installed, names or shapes do not fit, a file is damaged, or
@@ -195,7 +196,7 @@ def load_safetensors(
 
 
 class _RowReader:
-    """The reader of rows of the tensors in files; of a tensor that is in several, the last file's.
+    """A reader of rows of tensors in files. If several files have a tensor, the last one counts.
 
     Raises:
         ValueError: a file cannot be read, or holds a part of a tensor.

@@ -1,13 +1,13 @@
-"""A process that writes a rank's data files from memory that both share, so that the rank's interpreter stays free.
+"""A process that writes a rank's data files from shared memory, so that the rank's interpreter stays free.
 
-The rank plans and completes the checkpoint. The process runs this file, and imports torch and neither this package nor the
-user's script.
+The rank plans and completes the checkpoint. The process runs this file, and imports torch, but neither this package nor
+the user's script.
 
 [Note: The end of the writer process]
-Processes that the rank forks, such as the workers of a ``DataLoader``, have copies of its end of the connection, so the
-writer cannot rely on the end of the connection, nor the rank on that of the writer's. The writer looks every few
-seconds whether its rank still exists, the rank whether the writer does, and a writer that is no longer needed is killed: it
-is idle then. Forked processes close their copies (see [Note: State of the process] in ``process_state``).
+Processes that the rank forks, such as the workers of a ``DataLoader``, may hold the connection open after one side has
+died, so neither side can rely on it to notice that. Every few seconds the writer checks whether its rank still exists,
+and a rank that waits checks whether the writer does. A writer that is no longer needed is idle, and is killed. Forked
+processes close their copies of the connection (see [Note: State of the process] in ``process_state``).
 
 The signals that end or interrupt training (Ctrl-C, Slurm's notice before a time limit) often reach all processes of a job.
 They are meant for the rank, which may want to finish or to begin a save, so the writer starts with these signals blocked.
@@ -33,13 +33,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 _START = "import runpy, sys; sys.path[:] = sys.argv[4:]; runpy.run_path(sys.argv[1], run_name='__main__')"
-"""The program of the process: it finds torch where the rank does, before it imports anything."""
+"""The program of the process. Before it imports anything, it adopts the rank's ``sys.path``, to find the same torch."""
 
 _INTERVAL = 2.0
-"""Seconds after which each side looks whether the other one still exists."""
+"""Seconds between checks whether the other side still exists."""
 
 _PATIENCE = 10.0
-"""Seconds that a writer has to end after its connection has."""
+"""Seconds within which a writer must end after its connection has."""
 
 
 class ReportedError(RuntimeError):
@@ -47,7 +47,7 @@ class ReportedError(RuntimeError):
 
 
 class WriterProcess:
-    """The process, as its rank sees it.
+    """The writer process, as its rank sees it.
 
     Args:
         file: the file descriptor of the shared memory.
@@ -56,7 +56,7 @@ class WriterProcess:
 
     def __init__(self, file: int, memory: torch.Tensor) -> None:
         self._memory = memory
-        # A connection of its own: whatever is printed while Python starts goes elsewhere.
+        # Not over standard output, because Python may print something while it starts.
         self.connection, theirs = Pipe()
         path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]  # Python ignores others
         with theirs, _blocked_signals():
@@ -65,7 +65,7 @@ class WriterProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[file, theirs.fileno()],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # on a GPU it would use memory
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # otherwise it would use memory of the GPU
             )
 
     def write(self, folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -99,7 +99,7 @@ class WriterProcess:
         self.process.wait()
 
     def forget(self) -> None:
-        """Close this process's copy of the connection, in a process that was forked off the rank."""
+        """Close the copy of the connection in a process that was forked off the rank."""
         self.connection.close()
         self.process.returncode = 0  # it is the rank's child, not this process's
 
@@ -159,7 +159,7 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _serve(file: int, connection: Connection, rank: int) -> None:
-    """Write what the rank requests, until it closes the connection or dies."""
+    """Serve the rank's requests until it closes the connection or dies."""
     os.nice(10)  # training has the cores first
     torch.set_num_threads(1)
     memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
