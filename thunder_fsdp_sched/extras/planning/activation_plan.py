@@ -1,12 +1,12 @@
 """Choose which saved values backward computes again, so that a step fits into memory.
 
 [Note: Plans for activations]
-Forward is divided into segments, as many as it has gathers; if that is not enough, into half as many, and so on, because
-what crosses from one segment to the next is always saved. A segment has several options: each choice of operators that run
-again (``recomputation``), with what it then saves. Memory is followed position by position. As long as its peak exceeds the
-limit, one segment takes another option, the one that frees the most bytes *at the peak* for its time. A value that is not in
-memory at the peak need not go, and what recomputation itself needs counts. At the end, each segment takes back what is not
-needed any more.
+Forward is divided into segments, as many as it has gathers. If no plan fits, it is divided into half as many, and so
+on, because values that cross from one segment to the next are always saved. A segment has several options: a choice of
+operators that run again (``recomputation``), and the values that are then saved. Memory is followed position by
+position. As long as its peak exceeds the limit, one segment takes another option: the one that frees the most bytes *at
+the peak* for its time. So a value that is not in memory at the peak need not be recomputed, and the memory of
+recomputation itself counts. At the end, recomputation that is no longer needed is undone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _SegmentOption(NamedTuple):
     Attributes:
         recomputed: names of values.
         seconds: the time of recomputation.
-        memory: bytes at each position, besides what forward alone needs.
+        memory: bytes at each position, in addition to those of forward alone.
     """
 
     recomputed: frozenset[str]
@@ -76,7 +76,7 @@ class ActivationPlans:
 
     Args:
         step: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
-        cost: gives the time of operators.
+        cost: the cost model of operators.
 
     Attributes:
         peak: the estimated peak of values (bytes) if everything is saved.
@@ -90,7 +90,7 @@ class ActivationPlans:
         self.peak = int(unchanged.total([options[0] for options in unchanged.options]).max())
 
     def within(self, limit: int) -> ActivationPlan:
-        """Return a fast plan whose estimated peak is at most ``limit`` bytes, else that of the least peak found.
+        """Return a fast plan whose estimated peak is at most ``limit`` bytes, else the plan with the lowest peak found.
 
         Args:
             limit: bytes of all values together, without slots.
@@ -104,7 +104,7 @@ class ActivationPlans:
         return least
 
     def _division(self, number: int) -> _Division:
-        """Return forward divided into so many segments."""
+        """Return forward divided into ``number`` segments."""
         if number not in self._divisions:
             saved = self._saved
             segments = saved.segments(number)
@@ -154,7 +154,7 @@ class ActivationPlans:
 def _uses(saved: SavedValues, segment: ForwardSegment, recomputed_operators: frozenset[int]) -> list[Span]:
     """Return the memory that backward needs if some operators of a segment, given by index, run again.
 
-    It is that after forward's last use, also of values of earlier segments.
+    It covers the time after forward's last use of each value, including values of earlier segments.
     """
     uses: dict[Lifetime, tuple[int, int]] = {}  # first and last in backward
     for operator in segment.operators:
@@ -167,7 +167,7 @@ def _uses(saved: SavedValues, segment: ForwardSegment, recomputed_operators: fro
             first, last = uses.get(value, (min(starts), -1))
             uses[value] = min(first, *starts), max(last, *starts)
     needed: dict[Lifetime, tuple[int, int]] = {}
-    before: dict[Lifetime, int] = {}  # until when values of earlier segments are in memory in any case
+    before: dict[Lifetime, int] = {}  # up to which position values of earlier segments are in memory in any case
     for value, (first, last) in uses.items():
         if saved.owned(value):
             owner = saved.owner[value]
@@ -181,7 +181,7 @@ def _uses(saved: SavedValues, segment: ForwardSegment, recomputed_operators: fro
     spans = []
     for owner, (first, last) in needed.items():
         if owner in recomputed:
-            if first < last:  # otherwise it is made where it is read
+            if first < last:  # otherwise it is recomputed where it is read
                 spans.append((first, last, owner.nbytes))
         elif owner in inside:
             spans.append((saved.last_in_forward[owner] + 1, last, owner.nbytes))

@@ -1,4 +1,4 @@
-"""Which blocks of the model make the values of a trace, and hold its parameters."""
+"""The blocks of the model that compute the values of a trace and hold its parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks_of(step: StepRows) -> dict[str, str]:
     for _, line in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
         bsyms = list(line)
         block = next((of_params[name] for bsym in bsyms for name in args_of(bsym) if name in of_params), last)
-        if block and not last:  # what precedes the first read of a parameter belongs to its block, too
+        if block and not last:  # values before the first read of a parameter belong to its block, too
             found = dict.fromkeys(found, block)
         last = block
         outs = [out for bsym in bsyms for out in defined_by(bsym) if isinstance(out, TensorProxy)]

@@ -1,27 +1,28 @@
-"""Choose the settings of one compilation: how gradients accumulate, what stays unsharded, and what the search chooses.
+"""Choose the settings of one compilation: the mode to accumulate, the buckets that stay unsharded, and the schedule.
 
 [Note: Planning for the end of a window]
-A step that ends an accumulation window needs more memory than the micro-batches before it: it reduces gradients while it
-finds those that they have left. But it is compiled after them, when it is settled which buckets stay unsharded. So if there
-is a limit, a trace under ``no_sync`` first plans the step that will end its window, from the same joint trace and with the
-gradients that it will find, and what stays unsharded is decided there. The micro-batches may then keep no more slots
-from step to step than that step, because all traces of a module share their memory. For the same reason a trace that is
-compiled later may not let the arena grow so much that an earlier one exceeds the limit. With ``max_memory`` both ways to
-accumulate are planned unless one is given: whichever fits and is faster for one micro-batch and one last step.
+A step that ends an accumulation window needs more memory than the micro-batches before it: it reduces gradients while
+their unreduced gradients are still in memory. But it is compiled after them, when it is settled which buckets stay
+unsharded. So with ``max_memory``, a trace under ``no_sync`` first plans the step that will end its window, from the
+same joint trace and with these gradients, and that plan decides which buckets stay unsharded. The micro-batches may
+then keep no more slots from step to step than that step, because all traces of a module share their memory. For the
+same reason, a trace that is compiled later must not let the arena grow so much that an earlier one exceeds the limit.
+Both ways to accumulate are planned unless one is given, and the one that fits and is faster for one micro-batch and one
+last step is chosen.
 
 [Note: One rank searches]
-What a search finds depends on names of GPUs, on the sizes of a rank's batch and shards, and on how ties end. So of all
-ranks with one computation (equal up to numbers that may stem from a size) the one with the largest values searches, and the
-others take its :class:`Decision`. It contains everything that a search decides: the mode to accumulate, the candidate with
-its prefetch distance, kept buckets, reductions in flight, and recomputed values. Values are known by their positions in the
-trace, because names may differ.
+The result of a search depends on the names of GPUs, the sizes of a rank's batch and shards, and how ties are broken. So
+among all ranks with one computation (equal up to numbers that may stem from a size), the one with the largest values
+searches, and the others take its :class:`Decision`. It contains everything that a search decides: the mode to
+accumulate, the candidate with its prefetch distance, kept buckets, reductions in flight, and recomputed values. Values
+are identified by their positions in the trace, because names may differ.
 
-The ranks meet before one of them searches. A later trace with the same computation and other sizes takes the known
-decision without a meeting, unless ``max_memory`` does not allow it there. So a rank whose batch has another length can
-still compile alone; if that needs a new search, all ranks raise an error, because the others do something else.
+The ranks meet before one of them searches. A later trace with the same computation and other sizes reuses the decision
+without a meeting, unless it would exceed ``max_memory`` there. So a rank whose batch has another length can still
+compile alone; if that needs a new search, all ranks raise an error, because the others do something else.
 
-Ranks with other computations (``process_group_for``) search for themselves. What they find is compared when they compile.
-With ``ranks_may_differ`` each rank searches for itself, because it may compile alone.
+Ranks with other computations (``process_group_for``) search separately, and their programs are compared when they
+compile. With ``ranks_may_differ`` each rank searches for itself, because it may compile alone.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class Decision(NamedTuple):
     Attributes:
         accumulate: how gradients accumulate.
         choice: the candidates.
-        kept_buckets: names of those that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        kept_buckets: names of the buckets that stay unsharded from now on; ``None`` if that was decided earlier.
         positions: the positions in the trace of all values that candidates name.
-        cluster: the machine that was simulated.
+        cluster: the simulated machine.
     """
 
     accumulate: AccumulationMode
@@ -92,7 +93,7 @@ class Chosen(NamedTuple):
         bucketed: the joint trace with bucketed communication.
         pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
-        kept_buckets: names of those that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        kept_buckets: names of the buckets that stay unsharded from now on; ``None`` if that was decided earlier.
         seconds: the simulated time by which the two ways to accumulate are compared.
     """
 
@@ -116,16 +117,16 @@ def check_memory(
     compiled: Sequence[CompiledTraces] = (),
     advice: str = "",
 ) -> None:
-    """Raise an error if the traces that run need more memory than was planned, at any position.
+    """Raise an error if the compiled traces need more than ``limit`` bytes at any position.
 
     Args:
         limit: ``max_memory``.
         pending_grads: the gradients of earlier micro-batches that the step finds in memory.
-        compiled: the traces of the module that were compiled before. What they keep allocated counts.
-        advice: what a user can do.
+        compiled: the traces of the module that were compiled before. Memory that they keep allocated counts.
+        advice: advice for the user.
 
     Raises:
-        MemoryLimitError: names the position at which most memory is needed.
+        MemoryLimitError: names the position of the peak.
     """
     others = [other.bsyms for other in compiled]
     peak = StepMemory.of(traces.traces, traces.buckets, accumulated=pending_grads, others=others).peak
@@ -155,13 +156,13 @@ class Chooser:
 
     Args:
         joint: the joint trace with one ``fsdp_unshard`` for each parameter.
-        context: that of the passes that come next; its traces get the time of passes and of the search.
+        context: the context of the next passes; its traces record the time of passes and of the search.
         compiled: the traces of the module that were compiled before.
 
     Attributes:
-        limits: those of the options.
+        limits: the limits that the options set.
         plans_window: whether the end of the window is planned; see [Note: Planning for the end of a window].
-        decides_kept: whether this compilation decides what stays unsharded, which one does for the module.
+        decides_kept_buckets: whether this compilation decides which buckets stay unsharded; one does so for the module.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Chooser:
         """
         control = self.sharded.control
         found: dict[int, Any] = self.sharded.attached.setdefault("outcomes of searches", {})
-        if control.is_single_rank or self.options.ranks_may_differ:  # they may compile alone
+        if control.is_single_rank or self.options.ranks_may_differ:  # ranks may compile alone
             with control.announcing_failure(_SEARCH):
                 return self._search_all()
         computation = computation_of(read_statements(self.joint), self.joint.args, ()).comparable
@@ -210,7 +211,7 @@ class Chooser:
             return self._taken(found[kind])
 
     def _decide(self) -> Decision | ValueError:
-        """Search, and return what the other ranks need to know, or the error that they raise as well."""
+        """Search, and return the decision for the other ranks, or the error that they raise as well."""
         try:
             own = self._own = self._search_all()
         except ValueError as error:
@@ -220,7 +221,7 @@ class Chooser:
         return Decision(own.accumulate, own.choice, own.kept_buckets, positions, self._cluster)
 
     def _taken(self, decision: Decision) -> Chosen:
-        """Return the settings for this rank's trace that another rank has decided on."""
+        """Return the settings that another rank's decision gives for this rank's trace."""
         self._simulate(decision.cluster)
         bucketed = self._bucketed(decision.accumulate, no_sync=self.traces.no_sync)
         values = _values(bucketed)
@@ -242,7 +243,7 @@ class Chooser:
         return self.limits.allow(search.run(settings.choice.chosen))
 
     def _simulate(self, cluster: ClusterSpec) -> None:
-        """Take the times of a machine from now on."""
+        """Use the times of a machine from now on."""
         self._cluster, self.cost = cluster, AnalyticCost(cluster)
 
     def _search_all(self) -> Chosen:
@@ -275,10 +276,10 @@ class Chooser:
         )
 
     def _pending_grads(self, bucketed: TraceCtx) -> PendingGrads:
-        """Return the gradients of earlier micro-batches that the step finds, or that the end of its window will find.
+        """Return the unreduced gradients in memory during the step, or during the step that will end its window.
 
         Raises:
-            MemoryLimitError: a step that was compiled before exceeds the limit with the latter.
+            MemoryLimitError: with the latter, a step that was compiled before exceeds the limit.
         """
         limit = self.limits.memory
         if not self.plans_window or limit is None:
@@ -302,7 +303,7 @@ class Chooser:
         *,
         kept_buckets: Collection[str] | None = None,
     ) -> Choice:
-        """Search for the settings of a trace; with ``kept_buckets``, what stays unsharded is decided."""
+        """Search for the settings of a trace; ``kept_buckets`` stay unsharded if they are already decided."""
         started = time.process_time()
         always = (
             self.sharded.kept_buckets
@@ -335,7 +336,7 @@ def decide_once(
     decides, the first among equals, and sends its decision to all ranks: O(log W) messages for each kind.
 
     Args:
-        kind: equal on the ranks for which one decision holds.
+        kind: a number that is equal on the ranks that share a decision.
         size: the size of the work for which this rank needs the decision.
         decide: returns a decision or an error, which can be pickled.
 

@@ -69,7 +69,7 @@ RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         ),
     ),
 }
-"""For each type of attributes its rule as a text, and a function that tells whether a value keeps it."""
+"""For each type of attribute, its rule as text, and a function that tells whether a value follows it."""
 
 
 class _Checked:
@@ -244,7 +244,7 @@ def _nvidia(
         contention=16 / processors,
         efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=link[1], inter_node=0.9, host=0.85),
         protocols=_NCCL,
-        # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it
+        # An eager PyTorch call keeps the host busy for 5 us or more; a kernel starts about 2 us after the one before it
         # ends.
         launch_overhead=6e-6,
         kernel_overhead=2e-6,
@@ -320,8 +320,8 @@ def preset_of_gpu(device_name: str) -> ClusterSpec | None:
 def cluster_of_this_process() -> ClusterSpec:
     """Return the preset of the current GPU, or that of a CPU with 2 cores if there is no GPU.
 
-    For a GPU without a preset it is that of the nearest generation, and of these the one with the nearest memory. For it,
-    and for any CPU, a warning names what was found and the preset.
+    A GPU without a preset gets that of the nearest generation, among these the one with the nearest memory. Then, and
+    for any CPU, a warning names the device and the preset.
     """
     if not torch.cuda.is_available():
         found, preset = f"this CPU ({os.cpu_count()} cores)", CLUSTERS["cpu-2core"]
@@ -409,7 +409,7 @@ def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
 
 
 def _read(of: str, value: Any, base: Any) -> Any:
-    """Return the value of an attribute of a type; ``base`` is that of the preset, of which a file may change a part."""
+    """Return the value of an attribute of type ``of``; ``base`` is the preset's, which a file may change in part."""
     if of == "Peaks":
         return {**(base or {}), **{getattr(torch, dtype): peak for dtype, peak in value.items()}}
     if of == "Efficiency":

@@ -158,8 +158,8 @@ def _occupied(tensor: TensorProxy, strides: tuple[int, ...] | None) -> int:
 
 
 _SELECTING = frozenset({"gather", "index_select", "take"})
-"""Base operators that read only what they return. An embedding counts with its table: if it cost less, the planner would
-recompute it, which makes backward gather the table, and that is not in the costs of recomputation."""
+"""Base operators that read only as much as they return. An embedding counts its whole table: if it cost less, the
+planner would recompute it, and backward would gather the table, which the cost of recomputation does not include."""
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -167,7 +167,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     PrimIDs.MATMUL: torch.matmul,
     PrimIDs.CONVOLUTION: torch.convolution,
 }
-"""The functions of the prims that multiply matrices, which a fusion may consist of."""
+"""The functions of prims that multiply matrices, which a fusion may contain."""
 
 _ATTENTION = {
     "sdpaex_grad_forward_scaled_dot_product_efficient_attention": (0, 2),
@@ -182,7 +182,7 @@ _ATTENTION = {
     "torch_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
     "scaled_dot_product_attention": (0, 2),
 }
-"""Attention in one kernel: the index of its query, and of how many matrix products it consists.
+"""Attention in one kernel: the index of its query, and the number of its matrix products.
 
 The formulas of ``flop_counter`` ignore causality. Fused kernels skip the part above the diagonal, which is half of the work
 if there are as many queries as keys.
@@ -211,7 +211,7 @@ def flops_of(bsym: BoundSymbol, known: Costs | None = None) -> Mapping[torch.dty
 def _of_attention(bsym: BoundSymbol) -> dict[torch.dtype, int]:
     first, products = _ATTENTION[bsym.sym.name]
     query, key = bsym.args[first : first + 2]
-    axis = 1 if bsym.sym.name.startswith("fa3") else 2  # that of the sequence
+    axis = 1 if bsym.sym.name.startswith("fa3") else 2  # the axis of the sequence
     length, keys = int(query.shape[axis]), int(key.shape[axis])
     flops = 2 * products * math.prod(map(int, query.shape)) * keys
     causal = any(arg is True for arg in bsym.args[first + 3 :]) or bsym.kwargs.get("is_causal", False)

@@ -96,7 +96,7 @@ def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     out, *saved = call.run()
     grad = get_grad(out)
     if call.is_flash:
-        *lengths, seed, offset, _ = saved[1:]  # what precedes them are the sums of rows
+        *lengths, seed, offset, _ = saved[1:]  # after the sums of rows
         grads = sdpaex.sdpfa_bwd(grad, *inputs, out, saved[0], *lengths, *options, seed, offset, scale=call.scale)
     else:
         *grads, of_mask = sdpaex.sdpea_bwd(grad, *inputs, mask, out, *saved, *options, scale=call.scale)
@@ -115,7 +115,7 @@ _ranks = is_a(int, "an int", at_least(1, "ranks"))
 
 
 class MicroBatches(NamedTuple):
-    """Micro-batches of a step that are alike.
+    """Equal micro-batches of a step.
 
     Attributes:
         number: how many there are.
@@ -151,7 +151,7 @@ class DryRun:
 
     @cached_property
     def rows(self) -> tuple[MicroBatches, ...]:
-        """The micro-batches in order: the first gathers all buckets, the others find those that the window keeps."""
+        """The micro-batches in order: the first gathers all buckets, the others reuse those that the window keeps."""
         last, device = self.compiled, self.cluster.device_type
         if self.micro_batches == 1:
             memory = last.predict_memory(device=device)
@@ -252,7 +252,7 @@ def dry_run_step(
 
 @contextlib.contextmanager
 def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` ranks of a default process group that sends nothing.
+    """Act as ``rank`` of ``world_size`` ranks of a default process group that sends nothing.
 
     Args:
         on: the cluster of the ranks, whose backend and devices they use. By default gloo for parameters on the CPU, and
@@ -269,7 +269,7 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
         raise coded_error(ValueError, "plan.rank-beyond-world-size", rank=rank, world_size=world_size)
     if dist.is_initialized():
         raise coded_error(RuntimeError, "plan.process-group-already-initialized")
-    hook = sys.excepthook  # torch replaces it with one that prints "[rank0]: " in front of each line, and leaves it
+    hook = sys.excepthook  # torch replaces it with one that prints "[rank0]: " before each line, for good
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         if on is not None:
@@ -299,7 +299,7 @@ def compile_as_rank(
             returns it, called after the process group is created, as meshes and further groups require.
         on: the cluster of the ranks, as for :func:`fake_rank`; by default that of the transform, if it is given.
         executors: executors of Thunder that come before its default ones.
-        window: whether to compile a micro-batch under ``no_sync`` first, with which this step ends a window.
+        window: whether to compile a micro-batch under ``no_sync`` first, so that this step ends a window.
 
     Raises:
         RuntimeError: this process already has a default process group.

@@ -1,4 +1,4 @@
-"""Models to plan and to measure: what a factory makes, and models by name."""
+"""Models to plan and to measure: made by a factory, or given by name."""
 
 from __future__ import annotations
 

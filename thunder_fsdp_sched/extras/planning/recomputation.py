@@ -1,18 +1,18 @@
-"""The values that forward saves for backward, where forward can be divided, and what each part may compute again.
+"""The values that forward saves for backward, the segments of forward, and the choices of what a segment recomputes.
 
 [Note: Segments]
-If backward recomputes a value from another one that it recomputes, all of them are in memory at once. Were nothing
-saved at all, backward would begin with a whole forward. So forward is divided into *segments*, at gaps that few bytes
-cross, such as the residual stream between two blocks. Values that cross a gap are saved if backward needs them, and
-recomputation never reaches back across a gap. Within a segment any pure operator may run again.
+If backward recomputes a value from another one that it recomputes, both are in memory at once. If nothing were saved,
+backward would begin with a whole forward. So forward is divided into *segments*, at gaps that few bytes cross, such as
+the residual stream between two blocks. Values that cross a gap are saved if backward needs them, and recomputation
+never reaches back across a gap. Within a segment any pure operator may run again.
 
 [Note: Cheapest recomputation]
-For one segment of forward and a price of a saved byte, the cheapest choice is a minimum cut of a graph. Its source side
-is what only forward computes, its sink side what backward needs. An operator on the sink side runs again, which costs its
-time; memory is saved at the price of its bytes if a value in it is needed whose operator is on the source side; what an
-operator reads must be on its side. (AOTAutograd's partitioner cuts a similar graph, in which time has no price.) All
-prices together give the convex hull of time over bytes: about ten choices per segment. ``activation_plan`` chooses among
-those of all segments.
+For one segment of forward and a price of a saved byte, the cheapest choice is a minimum cut of a graph. The operators
+on its source side run only in forward. Those on its sink side run again in backward, which costs their time, and
+everything that they read is on the sink side, too. Memory is saved, at the price of its bytes, if it holds a value that
+is needed on the sink side and whose operator is on the source side. (AOTAutograd's partitioner cuts a similar graph, in
+which time has no price.) All prices together give the convex hull of time over bytes: about ten choices per segment.
+``activation_plan`` chooses among those of all segments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNIT = 1e15
 """Units of a capacity in one second. Capacities are integers, because a cut of rounded floats may not be minimal."""
 
 _FINE = 0.01
-"""Choices for one segment that differ by a smaller share of its saved bytes are not told apart."""
+"""Choices for one segment that differ by a smaller share of its saved bytes are not distinguished."""
 
 
 Span = tuple[int, int, int]
@@ -82,15 +82,15 @@ class SavedValues:
 
     Args:
         step: forward and backward, as :func:`~.inspection.split_joint` returns them, with backward's gathers.
-        cost: gives the time of operators.
+        cost: the cost model of operators.
 
     Attributes:
-        operators: those of forward that define a tensor.
-        owner: the value whose memory a value is in.
+        operators: the operators of forward that define a tensor.
+        owner: for each value, the one that owns its memory.
         reads: positions at which backward reads a value of forward, ascending; positions of backward follow those of
             forward.
         last_in_forward: the last use of each owner in forward.
-        free: values that backward can read at no cost: arguments and outputs of forward, and what is in slots.
+        free: values that backward can read at no cost: arguments and outputs of forward, and values in slots.
         memory: the memory of all values if everything is saved.
         begin: the position at which backward begins.
         length: the number of positions.
@@ -109,7 +109,7 @@ class SavedValues:
             if later := [p for p in value.reads if p >= begin]:
                 self.reads[value] = later
             if (owner := self.owner.get(value)) is not None:
-                last = max([value.first, *(p for p in value.reads if p < begin - 1)])  # the last one returns
+                last = max([value.first, *(p for p in value.reads if p < begin - 1)])  # the last position is the return
                 self.last_in_forward[owner] = max(self.last_in_forward.get(owner, BEFORE_TRACE), last)
         outputs = {memory.name for memory in self.memory if memory.last == self.length - 1}
         self.free = {
@@ -145,7 +145,7 @@ class SavedValues:
         return [segment for segment in segments if segment.operators]
 
     def _gaps(self, number: int) -> list[int]:
-        """Return where to divide forward: each gap is before the position that the fewest bytes cross, nearby."""
+        """Return the positions before which forward is divided: each is the one nearby that the fewest bytes cross."""
         spans = [
             (owner.first + 1, last, owner.nbytes)
             for owner, last in self.last_in_forward.items()
@@ -247,7 +247,7 @@ def _cut(edges: tuple[_Edge, ...], price: float) -> SegmentChoice:
     graph = networkx.DiGraph()
     graph.add_nodes_from(["forward", "backward"])
     for edge in edges:
-        # Without a capacity, an edge cannot be cut. To run an operator again always costs something.
+        # Without a capacity, an edge cannot be cut. Running an operator again always costs something.
         cost = {} if edge.seconds is None else {"capacity": int((edge.seconds + price * edge.nbytes) * _UNIT)}
         if edge.source == "forward" and cost:
             cost["capacity"] = max(cost["capacity"], 1)

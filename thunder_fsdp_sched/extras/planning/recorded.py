@@ -26,7 +26,7 @@ from .timeline import COMPUTE, Interval, Timeline, gaps, length, overlaps, union
 Span = tuple[float, float]
 
 FORWARD, BACKWARD, OUTSIDE = 0, 1, 2
-"""Values of ``Interval.trace`` in a recorded step; the last is for what an optimizer runs."""
+"""Values of ``Interval.trace`` in a recorded step; the last is for all other work, such as the optimizer's."""
 
 _KINDS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce",
@@ -48,8 +48,9 @@ class RecordedStep:
         rank: the rank, or the file's position among several if the profiler did not know the rank.
         name: ``"ProfilerStep#2"``, or ``"whole file"`` for a file without such ranges.
         passes: start of forward and end of backward, in seconds since the step began.
-        timeline: what ran. Its collectives have the names of buckets, and in ``trace`` the phase (:data:`FORWARD`,
-            :data:`BACKWARD`, :data:`OUTSIDE`). Its waits are the exposed communication, in disjoint intervals.
+        timeline: the activities. Its collectives have the names of buckets, and in ``trace`` the phase
+            (:data:`FORWARD`, :data:`BACKWARD`, :data:`OUTSIDE`). Its waits are the exposed communication, in disjoint
+            intervals.
     """
 
     path: str
@@ -69,7 +70,7 @@ def read_recorded(paths: Sequence[str | Path]) -> list[RecordedStep]:
     """Read files of ``profile.export_chrome_trace``, one of each rank, of the same steps.
 
     Returns:
-        The steps in order, and of each step the ranks in order.
+        The steps in order, and for each step the ranks in order.
 
     Raises:
         ValueError: a file is not one of torch's profiler, holds no step or no communication, or files are of the same
@@ -99,7 +100,7 @@ def read_recorded(paths: Sequence[str | Path]) -> list[RecordedStep]:
 
 
 class _Event(NamedTuple):
-    """An event of a file: a call of the host in one of its threads, or what ran on a device."""
+    """An event of a file: a call in a thread of the host, or an activity of a device."""
 
     start: float
     end: float
@@ -114,7 +115,7 @@ class _Event(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """When the host launched something, in which phase, and the collective and the bucket that a range around it names."""
+    """A launch by the host: its time, its phase, and the collective and the bucket that a range around it names."""
 
     time: float
     phase: int = FORWARD
@@ -123,7 +124,7 @@ class _Launch(NamedTuple):
 
 
 class _DeviceRun(NamedTuple):
-    """Something that ran on a device."""
+    """An activity of a device."""
 
     start: float
     end: float
@@ -162,10 +163,10 @@ class _Recording:
 
     Attributes:
         steps: start, end and name of each step.
-        backward: when events of backward ended.
-        launches: launches of what ran on a device, by the number that both events have.
-        communication: what [Note: Recorded communication] calls so.
-        compute: the rest.
+        backward: the ends of events of backward.
+        launches: the launches of the activities of devices, by the number that both events have.
+        communication: the activities that are communication by [Note: Recorded communication].
+        compute: all others.
     """
 
     def __init__(self, events: Sequence[_Event]) -> None:
@@ -196,7 +197,8 @@ class _Recording:
                 runs.append(_DeviceRun(*event.span, f"stream {stream}", launch))
 
     def _ran(self, launched: Span) -> Span:
-        """Return when the device began and ended what the host launched in this time; without any, the time itself."""
+        """Return the span in which the device ran the launches of ``launched``; ``launched`` itself if there are
+        none."""
         runs = [r for r in (*self.communication, *self.compute) if launched[0] <= r.launch.time < launched[1]]
         return (min(r.start for r in runs), max(r.end for r in runs)) if runs else launched
 
@@ -226,7 +228,7 @@ class _Recording:
 
 
 def _launch(time: float, enclosing: Sequence[_Event]) -> _Launch:
-    """Return what the host launched in profiler ranges."""
+    """Return the launch at a time, described by the profiler ranges that enclose it."""
     phase = BACKWARD if any(_BACKWARD.search(e.name) for e in enclosing) else FORWARD
     if any(e.name.startswith("Optimizer.") for e in enclosing):
         phase = OUTSIDE

@@ -1,22 +1,24 @@
-"""Choose together what stays unsharded, how far ahead the rest is gathered, and what backward computes again.
+"""Choose jointly the buckets that stay unsharded, the prefetch distance, and the values that backward recomputes.
 
 [Note: The search]
 A kept bucket is not gathered again in backward, but it occupies memory that gathers further ahead could use, and it
 changes which of them overlap. So more kept buckets, or a larger prefetch distance, can make a step slower. The search
-tries distances with nothing kept first. At the fastest it tries to keep all buckets, then bisects the number that fits.
-Kept are the buckets that backward reads first, because forward gathers them last and so they occupy memory for the
-shortest time.
+first tries distances with no bucket kept. With the fastest one it tries to keep all buckets, then bisects the number
+that fits. It keeps the buckets that backward reads first, because forward gathers them last, so they occupy memory for
+the shortest time.
 
-With ``max_memory``, a candidate whose step exceeds it computes values again in backward: those that cost the least time
-(``activation_plan``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate is
-corrected by the difference. That takes several runs of the passes. Once a candidate fits, memory is predicted only for
-candidates that would be faster: if recomputation took no time, or, for a larger distance, if it recomputed only what the
-fastest one does, which is less than it would need. Distance 1 comes first then, because it is usually the fastest.
+With ``max_memory``, a candidate whose step exceeds it recomputes values in backward: those that cost the least time
+(``activation_plan``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate
+is corrected by the difference. That takes several runs of the passes. Once a candidate fits, memory is predicted only
+for candidates that may be faster. The least possible time is that without recomputation or, for a larger distance than
+the fastest candidate's, that with its recomputation, which would not suffice. Distance 1 comes first, because it is
+usually the fastest.
 
-If nothing fits, all distances are tried again with settings that need less memory (``_REDUCTION_LIMITS``): one large
-reduction in flight instead of two and an extension, see [Note: Memory that only backward needs] in
-``transforms.release_slots``; then no reduction beside compute. If something fits, but activations slow it down by more than
-1 %, the first of these is tried at the fastest distance, and at those that recomputation alone did not make fit.
+If nothing fits, all distances are tried again with settings that need less memory (``_REDUCTION_LIMITS``): first one
+large reduction in flight instead of two, and an extension, see [Note: Memory that only backward needs] in
+``transforms.release_slots``; then no reduction during compute. If something fits, but recomputation slows it down by
+more than 1 %, the first of these is tried with the fastest distance, and with those that did not fit despite
+recomputation.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits,
@@ -58,13 +60,13 @@ _MAX_PREFETCH = 8
 """The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
 
 _PATIENCE = 2
-"""How many distances without an improvement end the search."""
+"""The number of distances without an improvement that end the search."""
 
 _WORTHWHILE = 5e-3
 """Relative improvement of the step time below which other settings are not tried, because each takes compile time."""
 
 _SLOWDOWN = 0.01
-"""By how much changes of activations may slow a step down before other ways to save memory are tried."""
+"""Relative slowdown of a step by recomputation above which other ways to save memory are tried."""
 
 _CORRECTIONS = 4
 """How often the estimate of memory is corrected by the real peak."""
@@ -77,10 +79,10 @@ _REDUCTION_LIMITS = (MAX_REDUCTIONS_IN_FLIGHT, 1, 0)
 
 
 class MemoryLimitError(ValueError):
-    """``max_memory`` is too little for a step.
+    """``max_memory`` is too small for a step.
 
     Attributes:
-        least_bytes: what the step needs with all that lowers its peak.
+        least_bytes: the bytes that the step needs with all measures that lower its peak.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
@@ -138,7 +140,7 @@ class Candidate(NamedTuple):
 
     @property
     def backward_arena(self) -> bool:
-        """Whether backward allocates the memory of slots that only backward needs, as with fewer reductions than usual."""
+        """Whether backward allocates the memory of slots that only it needs; so with fewer reductions than usual."""
         return self.reductions < MAX_REDUCTIONS_IN_FLIGHT
 
     def __str__(self) -> str:
@@ -150,7 +152,7 @@ class Candidate(NamedTuple):
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
     def settings(self, kept_buckets: frozenset[Bucket], accumulate: AccumulationMode) -> StepSettings:
-        """Return the settings of a step that keeps ``kept_buckets``, the buckets that are named here."""
+        """Return the settings of a step that keeps ``kept_buckets``, the buckets that the candidate names."""
         return StepSettings(
             prefetch=self.prefetch,
             accumulate=accumulate,
@@ -186,8 +188,8 @@ class Search:
     Attributes:
         joint: the joint trace with bucketed communication, before ``regather_for_backward``.
         cost: the cost model.
-        limits: the memory of a step is predicted only if it is limited.
-        context: that of the compilation; its ``kept_buckets`` are the buckets that stay unsharded in any case.
+        limits: the limits; the memory of a step is predicted only if it is limited.
+        context: the context of the compilation; its ``kept_buckets`` stay unsharded in any case.
         pending_grads: the gradients that earlier micro-batches under ``no_sync`` have left; they count as memory.
     """
 
@@ -198,7 +200,7 @@ class Search:
     pending_grads: PendingGrads = NO_PENDING_GRADS
     _fitting: list[Candidate] = field(default_factory=list, init=False)
     _unfit: list[Candidate] = field(default_factory=list, init=False)
-    _found: dict[Any, Candidate] = field(default_factory=dict, init=False)  # by the first four fields, the settings
+    _found: dict[Any, Candidate] = field(default_factory=dict, init=False)  # by the first four fields: the settings
     _halves: dict[tuple[str, ...], list[TraceCtx]] = field(default_factory=dict, init=False)
 
     def choose(self, *, prefetch: int | None, may_keep: bool) -> Choice:
@@ -206,7 +208,7 @@ class Search:
 
         Args:
             prefetch: a fixed prefetch distance; ``None`` tries several.
-            may_keep: whether more buckets may be kept than those that are in any case.
+            may_keep: whether more buckets may be kept than those of the context.
 
         Raises:
             MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
@@ -229,7 +231,7 @@ class Search:
         return min(self._fitting, key=lambda candidate: candidate.step_seconds)
 
     def _try_settings(self, prefetch: int | None) -> None:
-        """Consider distances and thrift with no further bucket kept."""
+        """Consider distances and limits of reductions, with no further bucket kept."""
         gathers = sum(effects(bsym).is_gather for bsym in self.joint.bound_symbols)
         distances = list(range(min(_MAX_PREFETCH, gathers) + 1)) if prefetch is None else [prefetch]
         is_limited = self.limits.memory is not None
@@ -261,7 +263,7 @@ class Search:
                 return
 
     def _keep_more(self) -> None:
-        """Consider candidates that keep further buckets besides the settings of the fastest, up to the most that fit."""
+        """Consider candidates that keep further buckets with the settings of the fastest one, up to as many as fit."""
         fastest = self._fastest
         number = high = len(self._regathered)
         low = 0  # fits
@@ -278,9 +280,9 @@ class Search:
         return fits
 
     def _within_memory(self, candidate: Candidate) -> Candidate:
-        """Return the fastest step found that recomputes to keep the limit; else the smallest found.
+        """Return the fastest candidate found that keeps the limit by recomputation; else the smallest found.
 
-        A candidate that fits stays as it is, and so does one that cannot become faster than those that fit.
+        A candidate that fits is returned unchanged, and so is one that cannot become faster than those that fit.
         """
         limit = self.limits.memory
         if limit is None or candidate.peak_bytes <= limit or len(split_joint(self.joint)) == 1:
@@ -296,20 +298,20 @@ class Search:
         return self._corrected(candidate, limit)
 
     def _corrected(self, unchanged: Candidate, most: int) -> Candidate:
-        """Estimate what to recompute until the real peak is at most ``most`` bytes."""
+        """Return a candidate with a real peak of at most ``most`` bytes, by corrected estimates; else the smallest."""
         limit = most - (unchanged.peak_bytes - self._activations.peak)
         least = unchanged
         for correction in range(_CORRECTIONS + 1):
             plan = self._activations.within(limit if correction < _CORRECTIONS else 0)
             candidate = self.run(unchanged._replace(recomputed=plan.recomputed))
             least = min(least, candidate, key=lambda c: c.peak_bytes)
-            if candidate.peak_bytes <= most or plan.peak > limit:  # the latter is the least by the estimate
+            if candidate.peak_bytes <= most or plan.peak > limit:  # in the latter case, no plan has a lower estimate
                 break
             limit = min(limit, plan.peak) - (candidate.peak_bytes - most)
         return least
 
     def _error(self, prefetch: int | None) -> MemoryLimitError:
-        """Return the error for limits that not even the smallest candidate keeps."""
+        """Return the error for limits that even the smallest candidate exceeds."""
         least = min(self._unfit, key=lambda c: c.peak_bytes)
         less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
         needed = max(least.peak_bytes, least.largest_peak)
@@ -339,14 +341,14 @@ class Search:
 
     @cached_property
     def _activations(self) -> ActivationPlans:
-        """The plans for activations if no further bucket is kept; further ones hardly change them."""
+        """The plans for activations with no further bucket kept; kept buckets hardly change them."""
         return ActivationPlans(StepRows(*split_joint(self._joint_with_gathers)), self.cost)
 
     def run(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its bytes and its time, from the passes of a compilation in unused arenas.
 
         Guards and releases, which neither allocate nor move communication, are left out, and so are fusions: with a fusion
-        executor, bytes and time are those of the operators by themselves.
+        executor, bytes and time are those of the unfused operators.
         """
         settings = candidate[:4]
         if settings not in self._found:
@@ -373,7 +375,7 @@ class Search:
         seconds = simulate_rows(step, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:
-            # Other sets of shapes and flags may have needed a larger arena, which is one for all.
+            # Compilations for other shapes and flags share the arena, and may have needed a larger one.
             pairs = list(scratch.items())
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
@@ -391,7 +393,7 @@ class Search:
 
     @cached_property
     def _joint_with_gathers(self) -> TraceCtx:
-        """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
+        """The joint trace with backward's gathers, with no further bucket kept and nothing recomputed."""
         return self._with_gathers(self.context)
 
     def _with_gathers(self, context: Context) -> TraceCtx:
@@ -399,7 +401,7 @@ class Search:
         return pipeline.fused(pipeline.bucketed(joint, context, search=True), context, search=True)
 
     def _split(self, candidate: Candidate) -> list[TraceCtx]:
-        """Return forward and backward; those of candidates that keep the same and change no values are made once."""
+        """Return forward and backward; candidates that keep the same buckets and recompute nothing share them."""
         changes_values = bool(candidate.recomputed)
         if not changes_values and candidate.kept_buckets in self._halves:
             return self._halves[candidate.kept_buckets]

@@ -72,13 +72,13 @@ class _Streams:
         self.compute_seconds = self.contention_seconds = 0.0
         self.communication_seconds: dict[str, float] = defaultdict(float)
         self.free: dict[str, float] = {}
-        """When the stream of each process group has run all that was issued to it."""
+        """The time at which the stream of each process group finishes the collectives issued so far."""
         self.flights: dict[str, Interval | None] = {}
-        """The collectives by their futures; ``None`` if the bucket is resident, so that there is nothing to wait for."""
+        """The collectives, keyed by their futures; ``None`` for a resident bucket, for which nothing waits."""
         self.running: list[Interval] = []
-        """The collectives that may slow down what computes next."""
+        """The collectives that may slow down the next compute."""
         self.times: list[tuple[float, float]] = []
-        """For each bound symbol, when it begins to use slots and when it has used them."""
+        """For each bound symbol, the start and the end of its use of slots."""
 
     def run(self, row: Row, position: int) -> None:
         """Run a row, which has this schedule position in its trace."""
@@ -98,7 +98,7 @@ class _Streams:
                 else:
                     arrival = self._issue(issue, at)
                     if wait is None:
-                        began = arrival if issue.gathers else began  # it has no parameters before
+                        began = arrival if issue.gathers else began  # the slot is empty before
                         used = max(began, self.compute)
         self.times.append((began, used))
 
@@ -123,7 +123,7 @@ class _Streams:
             self.host = self.compute
 
     def _issue(self, issue: Issue, at: _At) -> float:
-        """Run a collective when its group is free, and return when it was issued."""
+        """Run a collective when its group is free, and return the time of its issue."""
         assert issue.group is not None and issue.bucket is not None
         group, seconds = issue.group.description, self.cost.collective_seconds(issue)
         arrival = max(self.host, self.compute)
@@ -146,7 +146,7 @@ class _Streams:
         return flight
 
     def _end_of(self, now: float, work: float) -> float:
-        """Return when compute of ``work`` seconds at full speed ends if it starts ``now``, given contention."""
+        """Return the end of compute that starts ``now`` and takes ``work`` seconds at full speed, given contention."""
         self.running = [i for i in self.running if i.end > now]
         for change in sorted({time for i in self.running for time in i.span if time > now}):
             load = sum(self.cost.contention for i in self.running if i.start <= now < i.end)
@@ -162,10 +162,10 @@ _At = tuple[str, int, int]
 
 
 def _slot_uses(step: StepRows, times: Sequence[tuple[float, float]]) -> Iterator[SlotUse]:
-    """Yield when each slot is in use, in issue order.
+    """Yield the uses of slots, in issue order.
 
     Args:
-        times: for each row, when the bound symbol begins to use slots and when it has used them.
+        times: for each row, the start and the end of the bound symbol's use of slots.
     """
     lives = list(step.slots.values())
     for live, (first, last, _) in zip(lives, spans_of(lives), strict=True):

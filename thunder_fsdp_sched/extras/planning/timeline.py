@@ -55,7 +55,7 @@ class SlotUse(NamedTuple):
     """A slot that holds an unsharded bucket from ``start`` to ``end`` (seconds since the start of the step).
 
     Attributes:
-        kind: the symbol of the collective that tells gathered parameters from gradients to be reduced.
+        kind: the symbol of the collective: a gather of parameters or a reduction of gradients.
     """
 
     slot: str
