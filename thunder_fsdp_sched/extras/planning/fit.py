@@ -57,8 +57,7 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
 
 
 def _line_of(source: str) -> str:
-    """Return a line of the model as ``"model.py:70"``, ``"the loss"`` for the planner's, and nothing for a
-    library's."""
+    """Return a line of the model as ``"model.py:70"``, ``"the loss"`` for the planner's, ``""`` for a library's."""
     file = source.rpartition(":")[0]
     if file.endswith("planning/models.py"):
         return "the loss"

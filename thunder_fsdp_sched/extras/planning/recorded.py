@@ -197,8 +197,7 @@ class _Recording:
                 runs.append(_DeviceRun(*event.span, f"stream {stream}", launch))
 
     def _ran(self, launched: Span) -> Span:
-        """Return the span in which the device ran the launches of ``launched``; ``launched`` itself if there are
-        none."""
+        """Return the span in which the device ran the launches of ``launched``; without any, ``launched`` itself."""
         runs = [r for r in (*self.communication, *self.compute) if launched[0] <= r.launch.time < launched[1]]
         return (min(r.start for r in runs), max(r.end for r in runs)) if runs else launched
 

@@ -38,10 +38,10 @@ def batches(model: torch.nn.Module, loader: Iterable[Batch]) -> Iterator[Batch |
             optimizer.step()
             optimizer.zero_grad()
 
-    Gradients are divided by the number of all ranks, also in steps in which some have no batch. A batch may be anything
+    Gradients are divided by the number of all ranks, even in steps in which some have no batch. A batch may be anything
     but ``None``. All ranks must leave the loop in the same step, or run it to its end.
 
-    It takes a round of agreement for each step. If the loader raises an error, all ranks raise one in this step.
+    Each step takes a round of agreement. If the loader raises an error, all ranks raise one in this step.
 
     Args:
         model: a jitted module with ``fsdp(ranks_may_differ=True)``.
@@ -88,8 +88,8 @@ def without_batch(model: torch.nn.Module) -> torch.Tensor:
 
     Its ``backward()`` takes part in theirs: afterwards the gradients of this rank are those of all ranks. It stands for one
     forward, and one backward if gradients are enabled, in the same mode as on the other ranks: under ``no_sync`` or not,
-    ``model.train()`` or ``model.eval()``, with or without ``torch.no_grad()``. A rank without a batch computes nothing. In
-    its memory are a bucket or two, as in one layer of a step.
+    ``model.train()`` or ``model.eval()``, with or without ``torch.no_grad()``. A rank without a batch computes nothing,
+    and holds a bucket or two in memory, as one layer of a step does.
 
     Args:
         model: a jitted module with ``fsdp(ranks_may_differ=True)``.

@@ -28,7 +28,7 @@ from .symbols import ServingStart, fsdp_finish_served, fsdp_serve_left, fsdp_wai
 
 
 class MachineInAnyOrder(Machine):
-    """The rules for a merged trace, whose gathers are in the order of other ranks, not in that of their first consumers."""
+    """The rules for a merged trace, whose gathers are in the merged order, not in that of their first consumers."""
 
     def check_order(self, futures: Collection[str]) -> None:
         pass
@@ -46,12 +46,14 @@ def build(
 ) -> TraceCtx:
     """Return the merged trace: with slots, proved, complete with ``del`` statements, and as Thunder would run it.
 
-    It is what the phases "scheduled" and "finished" of the pipeline make of the own trace, in the merged order. Nothing is
-    left for another trace or reused, and ``max_gathers_in_flight`` does not hold, because others decide the order.
+    It is the result of the phases "scheduled" and "finished" of the pipeline for the own trace, in the merged order. No
+    slot is left for another trace or reused from one, and ``max_gathers_in_flight`` does not hold, because others
+    decide the order.
 
     Args:
         trace: the own trace after the phase "scheduled", or :func:`~.follow_order.empty_trace`.
-        context: of the compilation. Without ``forward``, a backward counts as that of a rank without a batch.
+        context: the context of the compilation. Without ``forward``, a backward counts as that of a rank without a
+            batch.
         order, start, buckets, sources: see :func:`~.follow_order.follow_order`.
 
     Raises:
@@ -99,7 +101,7 @@ def _shared_slots(trace: TraceCtx) -> list[Slot]:
 
 
 def _release_shared(trace: TraceCtx) -> TraceCtx:
-    """Free the shared slots at the end of forward: its backward may be an own trace that has none, and so frees none."""
+    """Free the shared slots at the end of forward: backward may be an own trace, which has none of them to free."""
     one_of_each_arena = {slot.arena: slot for slot in _shared_slots(trace)}
     release = fsdp_release.bind(*one_of_each_arena.values(), output=None)
     return before_return(trace, release, pass_name="fsdp: release shared slots") if one_of_each_arena else trace
@@ -112,7 +114,7 @@ def _with_end(
     context: Context,
     half: Literal["forward", "backward"],
 ) -> TraceCtx:
-    """Insert what the ranks do together at the end, and in backward the statement that hands gradients over."""
+    """Insert the statements that ranks run together at the end, and in backward ``fsdp_backward_done``."""
     served = (bsym.args[0] for bsym in trace.bound_symbols if bsym.sym is fsdp_wait_served_grads)
     end = [fsdp_finish_served.bind(start, *() if context.no_sync else dict.fromkeys(served), output=None)]
     if context.options.debug.audit:

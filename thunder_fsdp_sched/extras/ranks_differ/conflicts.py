@@ -1,4 +1,4 @@
-"""Refusals of options and calls that ranks which differ cannot have."""
+"""Refusals of options and calls that do not work for ranks that differ."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def refuse_cache(model: torch.nn.Module) -> None:
 
 
 def refuse_changes(transforms: str) -> None:
-    """Raise ValueError for transforms that have changed a trace after ``fsdp(...)``; no merged trace goes through them."""
+    """Raise ValueError for transforms that change traces after ``fsdp(...)``: merged traces do not go through them."""
     raise coded_error(ValueError, "ranks.later-transform-changed-trace", transforms=transforms)
 
 
 def refuse_join(**options: Any) -> None:
     """Refuse ``torch.distributed.algorithms.Join``, which asks each of its members for this hook.
 
-    A rank that has joined does not call its optimizer, so its rows of all parameters would stop learning.
+    A rank that has joined does not call its optimizer, so its rows of all parameters would not be updated any more.
     """
     raise coded_error(NotImplementedError, "ranks.join-not-supported")

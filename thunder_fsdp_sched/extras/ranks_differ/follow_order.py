@@ -1,4 +1,4 @@
-"""Let a rank's own trace follow the merged order, and take part in the collectives that only others need."""
+"""Let a rank's own trace follow the merged order and take part in the collectives that only others need."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def follow_order(
 
     The rules:
 
-    * All collectives are issued in the merged order. An own one stays where it is unless the order forces it to move: see
-      ``merging.place``.
-    * One that is served is issued as early as the order allows. ``SERVED_IN_FLIGHT`` of them have a slot at a time, see
-      [Note: Served collectives in flight] in ``symbols``.
-    * Gathers lose the marks of buckets that stay resident, and the trace its releases, which ``build`` inserts again, and
-      its reductions of what windows have left in other buckets, which ``fsdp_serve_left`` does for all ranks.
+    * All collectives are issued in the merged order. The rank's own stay where they are unless the order forces them to
+      move: see ``merging.place``.
+    * A served one is issued as early as the order allows. At most ``SERVED_IN_FLIGHT`` of them have a slot at a time,
+      see [Note: Served collectives in flight] in ``symbols``.
+    * Gathers lose the marks of buckets that stay resident. The trace loses its releases, which ``build`` inserts again,
+      and its reductions of other buckets' unreduced gradients, which ``fsdp_serve_left`` makes for all ranks.
 
     Args:
         order: the merged order of all programs that the ranks know.
-        start: of the trace; it says at run time which collectives are served.
-        buckets: all that this rank has, aliases included. It takes part in the collectives of no others.
+        start: the start of the trace, which decides at run time which collectives are served.
+        buckets: all buckets of this rank, including aliases. It takes part in the collectives of no others.
         sources: which rank reads or reduces, and where: ``"rank 0 reads it at model.py:17"``.
         no_sync: whether gradients accumulate.
     """
@@ -88,13 +88,13 @@ def follow_order(
         elif key[0] == ALL_REDUCE:
             last_gradient = at[(REDUCE, *key[1:]), False]
         own.append(Own(key, planned, waited, waited if key[0] == GATHER else last_gradient))
-    first = next(i for i, bsym in enumerate(bsyms) if not _begins(bsym))  # what the trace unpacks and checks
+    first = next(i for i, bsym in enumerate(bsyms) if not _begins(bsym))  # after the statements that unpack and check
     takes_part = {key for key in order if key[1] in buckets or (key, False) in at}
     placed = place(order, own, takes_part, len(bsyms) - 1)
     if len(own) != sum(not each.served for each in placed):
         raise AssertionError(f"the merged order lacks {sorted(set(issued).difference(order))}")
 
-    # By position; there issues come first, then waits, then the statement itself.
+    # By position: at each, issues come first, then waits, then the statement itself.
     moved = set(at.values())
     found = [((position, 2, 0), bsym) for position, bsym in enumerate(bsyms) if position not in moved]
     new = with_bound_symbols(trace, (), "fsdp: follow the merged order")
@@ -154,25 +154,25 @@ def _begins(bsym: BoundSymbol) -> bool:
 
 
 def _without_marks(bsym: BoundSymbol) -> BoundSymbol:
-    """Return the issue of an own collective, which finds nothing resident."""
+    """Return the issue of an own collective without marks, because nothing is resident."""
     issue = effects(bsym).issues
     marks = {} if issue is None else issue.marks
     return bsym.from_bsym(kwargs={name: value for name, value in bsym.kwargs.items() if name not in marks})
 
 
 class _ServingStatements:
-    """Makes the bound symbols with which a rank serves others, with ``SERVED_IN_FLIGHT`` collectives in flight."""
+    """The bound symbols with which a rank serves others, with at most ``SERVED_IN_FLIGHT`` collectives in flight."""
 
     def __init__(
         self, start: ServingStart, sources: Mapping[Key, str], no_sync: bool, reduced_across: set[tuple[BucketKey, int]]
     ) -> None:
         self._start, self._sources, self._no_sync = start, sources, no_sync
         self._reduced_across = reduced_across
-        self._reduced: dict[tuple[BucketKey, int], BoundSymbol] = {}  # that an all-reduce follows
+        self._reduced: dict[tuple[BucketKey, int], BoundSymbol] = {}  # those that an all-reduce follows
         self._in_flight: deque[BoundSymbol] = deque()
 
     def wait(self, why: str, most: int) -> Iterator[BoundSymbol]:
-        """Yield the waits for the oldest in flight, so that at most ``most`` are left."""
+        """Yield waits for the oldest collectives in flight, so that at most ``most`` remain."""
         while len(self._in_flight) > most:
             issue = self._in_flight.popleft()
             bucket, future = issue.args[0], issue.output

@@ -9,29 +9,30 @@ their results.
 The merged order contains each collective of the programs once, which is the fewest that can be served. It depends on the set
 of programs alone, so that ranks that know the same programs compute the same order without asking each other.
 
-1. What programs agree on is kept. Draw an arrow from each collective of a program to the next. Two collectives that are not
-   on a circle of arrows keep their order in all programs that have both. In particular, each program keeps its order if
-   some order keeps that of all programs.
-2. Collectives that no program orders are taken by *share*: the fraction of its program that a collective is preceded by.
-   Programs without a common bucket (two towers) thus progress side by side. Taken one program after the other, the second
-   rank would have to wait until the first one is done.
-3. The collectives on a circle form a *knot*. Most knots are a gather and a reduction that cross, because prefetching shifts
-   gathers against reductions. So a knot keeps the order of the gathers among themselves, which is that of their first
-   consumers, and that of the reductions, which is that of their last gradients, if programs agree on it. Between the two
-   lanes it takes the collective that overtakes the fewest, and of equals the one with the lowest share.
-4. If the programs order gathers of a knot in a circle, too, the gather with the lowest share is next; then the same for
-   reductions. Ranks that run blocks in opposite orders alternate, and neither one has to gather all before it can start.
-5. In every case a collective follows those that its data depend on: a reduction the gathers that its program has waited
-   for before it, an all-reduce its reduction, and a collective the earlier ones of its kind and bucket. Gathers depend on
-   no reduction, therefore dependences form no circle, and there is always a collective to take.
+1. An order on which programs agree is kept. Draw an arrow from each collective of a program to the next. Two
+   collectives that are not on a cycle of arrows keep their order in all programs that have both. In particular, each
+   program keeps its order if some order keeps that of all programs.
+2. Collectives that no program orders are taken by *share*: the fraction of its program that precedes a collective.
+   Programs without a common bucket (two towers) thus progress side by side. If one program came after the other, the
+   second rank would have to wait until the first one is done.
+3. The collectives on a cycle form a *knot*. Most knots are a gather and a reduction that cross, because prefetching
+   shifts gathers against reductions. So a knot has two *lanes*: its gathers in the order of their first consumers, and
+   its reductions in the order of their last gradients, if programs agree on these orders. Of the next collectives of
+   both lanes it takes the one that overtakes the fewest, and among equals the one with the lowest share.
+4. If the programs order the gathers of a knot in a cycle, too, the gather with the lowest share is next; likewise for
+   reductions. So ranks that run blocks in opposite orders alternate, and neither has to gather all blocks before it can
+   start.
+5. In every case a collective follows those on which its data depend: a reduction follows the gathers that its program
+   has waited for before it, an all-reduce its reduction, and any collective the earlier ones of its kind and bucket.
+   Gathers depend on no reduction, so dependences form no cycle, and there is always a collective to take.
 
 Every execution finishes. Each rank issues the collectives in which it takes part in the merged order, and waits for a
-collective only after it has issued it. Suppose that all ranks are blocked, and look at the unfinished collective that
+collective only after it has issued it. Suppose that all ranks are blocked, and consider the unfinished collective that
 is first in the order. Each of its members has either finished its trace or waits for an unfinished collective, which is
-the same one or a later one. In both cases the member has issued this one. Collectives before it have finished, so no member
-has anything else to run first: it runs, a contradiction. The argument holds with one stream for all groups, too. Neither the
-compute between collectives nor the positions of the waits matter, and a collective may be left out if all of its
-members leave it out.
+the same one or a later one. In both cases the member has issued this one. Collectives before it have finished, so no
+member has anything else to run first: it runs, a contradiction. The argument holds with one stream for all groups, too.
+Neither the compute between collectives nor the positions of the waits matter, and a collective may be left out if all
+of its members leave it out.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ gather and a reduction at the end of a block waits for the gather there: two tow
 (``tests/differ/test_latency.py``)."""
 
 BucketKey = tuple[str, str, tuple[int, ...]]
-"""A bucket on all ranks: the name of the base bucket; the dtype of an alias, ``""`` for the bucket itself; the indices of
-the parameters of an alias of some parameters, else ``()``."""
+"""A key of a bucket on all ranks: the name of the base bucket; the dtype of an alias, ``""`` for the bucket itself; the
+indices of the parameters of an alias of some parameters, else ``()``."""
 Key = tuple[str, BucketKey, int]
-"""A collective on all ranks: its kind, its bucket, and the number of earlier ones of this kind and bucket in the trace."""
+"""A key of a collective on all ranks: its kind, its bucket, and the number of earlier ones of both in the trace."""
 
 
 class Step(NamedTuple):
@@ -69,10 +70,10 @@ class Own(NamedTuple):
     """A collective of a rank's own trace. Position ``p`` is right before operation number ``p`` of its compute.
 
     Attributes:
-        planned: where the rank would issue it by itself.
-        waited: where it would wait for it.
-        limit: of a gather, the last position for its issue: its first consumer. Of a reduction, the first one: after its
-            last gradient.
+        planned: the position at which the rank would issue it in its own trace.
+        waited: the position at which it would wait for it.
+        limit: for a gather, the last position for its issue: its first consumer. For a reduction, the first one, after
+            its last gradient.
     """
 
     key: Key
@@ -131,18 +132,18 @@ def merge(programs: Iterable[Sequence[Step]]) -> list[Key]:
 
 
 class _Piece:
-    """The part of a program in a knot. It is contiguous: what is between two collectives of a circle is on it as well."""
+    """The part of a program in a knot. It is contiguous: collectives between two of the knot are in it as well."""
 
     def __init__(self) -> None:
         self.gathers: list[Key] = []
         self.reductions: list[Key] = []  # and all-reduces
         self.placed = {True: 0, False: 0}
-        """How many gathers are placed, and how many reductions, up to the first that is not."""
+        """The numbers of gathers and of reductions that are placed, up to the first that is not."""
         self.before: dict[Key, int] = {}
-        """How many collectives of the other lane precede each one."""
+        """The number of collectives of the other lane that precede each one."""
         self.needed: dict[Key, int] = {}
-        """How many gathers have to precede each collective because of its data."""
-        self._number: dict[Key, int] = {}  # of each collective in its lane
+        """The number of gathers that must precede each collective because of its data."""
+        self._number: dict[Key, int] = {}  # the position of each collective in its lane
         self._waited = 0
 
     def add(self, key: Key, waits: bool) -> None:
@@ -167,7 +168,7 @@ class _Piece:
         return heads
 
     def overtaken(self, key: Key) -> int:
-        """Return how many collectives of the other lane ``key`` overtakes if it is next."""
+        """Return the number of collectives of the other lane that ``key`` overtakes if it is next."""
         return max(self.before[key] - self.placed[key[0] != GATHER], 0)
 
     def is_ready(self, key: Key) -> bool:
@@ -201,13 +202,14 @@ def place(order: Sequence[Key], own: Sequence[Own], takes_part: Collection[Key],
     """Return the positions of the collectives in which a rank takes part, in the merged order.
 
     Own collectives stay where they are planned unless the order forces them to move: then a gather moves to an earlier
-    position rather than delaying later gathers, and what follows a reduction is issued after its last gradient. Served ones
-    are issued as early as the order allows, because others may be waiting for them, and nothing waits for them here.
+    position rather than delaying later gathers, and collectives after a reduction are issued after its last gradient.
+    Served ones are issued as early as the order allows, because others may be waiting for them, and nothing waits for
+    them here.
 
     Args:
         order: the merged order.
         own: the collectives of the rank's own trace.
-        takes_part: at least those of ``own``.
+        takes_part: the collectives in which the rank takes part, including those of ``own``.
         length: the number of operations of the rank's compute.
     """
     mine = {o.key: o for o in own}

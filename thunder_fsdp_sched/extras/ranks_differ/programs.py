@@ -1,34 +1,34 @@
-"""The programs of ranks that differ, as they exchange them, and what follows from them for each rank.
+"""The programs of ranks that differ, their exchange, and the resulting decision of each rank.
 
 [Note: Ranks that differ]
-A *program* is what a trace does on the wire: its issues and waits, in order. Ranks that run the same program run their own
-traces, as without ``ranks_may_differ``. Otherwise each runs a *merged trace*: its own computation, and the collectives of
-all programs in one order (see [Note: The merged order] in ``merging``). In those of other ranks it takes part without
-reading what is gathered, and sends zeros.
+A *program* is the communication of a trace: its issues and waits, in order. If all ranks run the same program, they run
+their own traces, as without ``ranks_may_differ``. Otherwise each runs a *merged trace*: its own computation, and the
+collectives of all programs in one order (see [Note: The merged order] in ``merging``). It takes part in the gathers of
+other ranks without reading the parameters, and in their reductions with zeros.
 
-The ranks find out in the round at the start of a trace. A token has the *kind* of the trace and the history of the model,
-which must be the same (forward or backward, with gradients or not, ``no_sync``, training or not; how often which optimizers
-have stepped, what an exception has left out); the digest of the program; and a hash of the rank's *state*: what may differ
-even if programs do not. What follows from the digests and states of all ranks is an :class:`Outcome`, which every rank
-keeps, so a known combination costs one look-up. For a new one they exchange programs and states, in two all-gathers,
-unless each has told its program before and has nothing to tell of its state.
+The round at the start of a trace shows whether the ranks differ. A token contains the *kind* of the trace and the
+history of the model, which must be the same (forward or backward, with gradients or not, ``no_sync``, training or not;
+which optimizers have stepped and how often, what an exception has left out). It also contains the digest of the program
+and a hash of the rank's *state*, which may differ even if programs do not. The digests and states of all ranks
+determine an :class:`Outcome`. Every rank keeps it, so a known combination costs one look-up. For a new one the ranks
+exchange programs and states, in two all-gathers, unless each has sent its program before and all states are empty.
 
-The programs that were exchanged for one kind form a *registry*, which is the same on all ranks. A merged trace takes part
-in everything that any of them has. Which collectives really run is decided in each run (:attr:`Outcome.active`), so k
-programs cause at most k merged traces of each trace, for 2^k combinations. A rank says in its token whether it has the
-merged trace for the latest registry. Unless all have it, they meet after building what they lack, so that a failure of one
-raises an error on all.
+The programs that were exchanged for one kind form a *registry*, which is the same on all ranks. A merged trace contains
+the collectives of all of them. Each run decides which of these are really issued (:attr:`Outcome.active`), so k
+programs cause at most k merged traces of each trace, for 2^k combinations. A token says whether its rank has the merged
+trace for the latest registry. Unless all ranks have it, they meet after building the missing ones, so that a failure of
+one rank raises an error on all.
 
-A rank without a batch has an empty program, and runs a trace that only takes part: see ``batches``.
+A rank without a batch has an empty program, and runs a trace that only serves others: see ``batches``.
 
 [Note: Gradients of ranks that differ]
 A parameter has a gradient on all ranks if the backward of some rank gives it one, or if some rank has accumulated one under
 ``no_sync``. On ranks whose own backward does not return it, its rows are added to ``.grad`` at the end of backward
-(``AccumulationOfAll.expected``, ``Accumulation.deferred``). The sum is divided by the number of all ranks that share it, as
-by ``DistributedDataParallel(find_unused_parameters=True)``.
+(``AccumulationOfAll.expected``, ``Accumulation.deferred``). The sum is divided by the number of all ranks that share
+it, as in ``DistributedDataParallel(find_unused_parameters=True)``.
 
-If ``no_sync`` has left gradients of a bucket that no program reduces, all of its ranks reduce it at the end of backward.
-Kept buckets that a rank has lost are gathered again by all of its ranks before the trace starts.
+If there are unreduced gradients of a bucket that no program reduces, all ranks that share the bucket reduce them at the
+end of backward. If a rank has lost a kept bucket, all ranks that share it gather it again before the trace starts.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from .follow_order import steps_at
 from .merging import GATHER, REDUCE, BucketKey, Key, Step, merge
 
 MOST_PROGRAMS = 256
-"""How many programs of one kind ranks keep. One more, and all forget all of them, and exchange again those that they run."""
+"""The number of programs of one kind at which all ranks forget them, and exchange again those that they run."""
 
 
 class Program(NamedTuple):
-    """The collectives of a trace: which it issues and waits for, in which order.
+    """The collectives of a trace: its issues and waits, in order.
 
     Attributes:
         steps: its issues and waits.
-        marks: of each issue the number of its process group, in the order of their first use, and its marks.
+        marks: for each issue, the number of its process group, in the order of their first use, and its marks.
         given: for each reduction the indices of the parameters that have gradients.
-        idle: names of the buckets of which it reduces what ``no_sync`` has left, and no gradients of its own.
-        communicates: whether operators that are not ours communicate.
-        sources: where each gathered bucket is read first: a line of user code or an operator; not part of the digest.
+        idle: names of the buckets of which it reduces only unreduced gradients of ``no_sync``, and none of its own.
+        communicates: whether operators of other packages communicate.
+        sources: the first read of each gathered bucket: a line of user code or an operator; not part of the digest.
     """
 
     steps: tuple[Step, ...] = ()
@@ -89,7 +89,7 @@ class Program(NamedTuple):
 
     @property
     def reduced(self) -> dict[str, frozenset[int]]:
-        """The indices of the parameters of each bucket of which it reduces gradients, by the name of the bucket."""
+        """For each bucket, by name, the indices of the parameters whose gradients the program reduces."""
         found: dict[str, frozenset[int]] = {}
         for (_, (name, *_), _), indices in self.given:
             found[name] = found.get(name, frozenset()).union(indices)
@@ -134,12 +134,12 @@ def _place_of(bsym: BoundSymbol) -> str:
 
 
 class Left(NamedTuple):
-    """The gradients of a bucket that ``no_sync`` has left on a rank.
+    """The unreduced gradients of a bucket on a rank.
 
     Attributes:
         params: the indices of their parameters.
-        used: those of which it has others than zeros.
-        is_whole: whether they have to be reduced.
+        used: the indices of those that are not only zeros.
+        is_whole: whether they are unsharded and have to be reduced.
     """
 
     params: tuple[int, ...]
@@ -151,9 +151,10 @@ class RankState(NamedTuple):
     """The part of a token that may differ between ranks with one program.
 
     Attributes:
-        unused: parameters that this rank has not used, of which its backward computes zeros, by the name of their bucket.
-        left: what ``no_sync`` has left, by the name of the bucket.
-        lost: kept buckets that backward no longer finds, aliases among them.
+        unused: parameters that this rank has not used, whose gradients in its backward are zeros, by the name of their
+            bucket.
+        left: unreduced gradients, by the name of the bucket.
+        lost: kept buckets that are no longer resident in backward, including aliases.
         is_partial: whether backward was called for some gradients only.
     """
 
@@ -167,7 +168,7 @@ class Report(NamedTuple):
     """The message of a rank to the others about a new combination.
 
     Attributes:
-        program: its program, if this is the first rank that has it and the registry does not have it.
+        program: its program, if the registry lacks it and this is the first rank that has it.
         groups: the process groups that it uses.
         ranks_of: the ranks that share each bucket that not all ranks share, by name.
     """
@@ -183,12 +184,12 @@ class Outcome(NamedTuple):
 
     Attributes:
         merges: whether the merged traces run.
-        is_alike: whether all ranks run one program, so that the bits of their tokens mean the same.
+        is_alike: whether all ranks run one program, so that the bits of their tokens have the same meaning.
         active: the collectives in which it takes part, its own included.
-        used: by the name of each bucket, the parameters that get a gradient.
+        used: for each bucket, by name, the parameters that get a gradient.
         lost: the kept buckets to gather again, in the same order on all ranks.
-        left: names of the buckets that are reduced although no program does it; and whether unsharded gradients are.
-        fault: why ranks cannot go on, as one line; empty if they can.
+        left: for each bucket, by name, that is reduced although no program does so: whether its gradients are unsharded.
+        fault: the reason why ranks cannot go on, in one line; empty if they can.
     """
 
     merges: bool
@@ -205,11 +206,11 @@ class Registry:
 
     Attributes:
         order: the collectives of all programs in one order.
-        version: how often that has changed.
-        sources: which rank reads each gathered bucket, and where.
-        reports: what ranks have told, with an empty state, by rank and the digest of its program. A new combination of them
+        version: the number of changes of that order.
+        sources: for each gathered bucket, a rank that reads it, and where.
+        reports: earlier reports, with an empty state, by rank and the digest of its program. A new combination of them
             needs no exchange.
-        outcomes: what follows from combinations of programs and states, by their hashes.
+        outcomes: the outcomes of combinations of programs and states, by their hashes.
         has_merged: whether merged traces have ever run. Until then tokens do not say whether a backward is for some
             gradients only, because finding it out takes longer than the rest of a token.
     """
@@ -223,7 +224,7 @@ class Registry:
         self.sources: dict[Key, str] = {}
 
     def forget_if_full(self) -> None:
-        """Forget everything if it has become too much, which happens in the same round on all ranks."""
+        """Forget everything if there is too much, which happens in the same round on all ranks."""
         if len(self.programs) >= MOST_PROGRAMS or len(self.outcomes) >= 64 * MOST_PROGRAMS:
             self.programs, self.outcomes, self.sources, self.reports = {}, {}, {}, {}
 
@@ -239,12 +240,12 @@ class Registry:
 
 
 def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report], buckets: Sequence[Bucket]) -> Outcome:
-    """Return what a rank does if these ranks run these programs in these states.
+    """Return the decision of a rank if the ranks run these programs in these states.
 
     Args:
-        programs: by global rank; those that are equal are one object.
-        reports: by global rank.
-        buckets: those of this rank.
+        programs: the programs by global rank; equal ones are one object.
+        reports: the reports by global rank.
+        buckets: the buckets of this rank.
     """
     ranks_of: dict[int, set[int]] = defaultdict(set)  # of each program, by its identity
     for rank, program in programs.items():
@@ -296,11 +297,11 @@ def _must_merge(
     reduced: Mapping[int, Mapping[str, frozenset[int]]],
     left_of: Mapping[int, Mapping[str, Left]],
 ) -> bool:
-    """Return whether the ranks cannot run their own traces, the same on all ranks."""
+    """Return whether the ranks must run merged traces; the result is the same on all ranks."""
     everyone = tuple(programs)
     for rank, program in programs.items():
         if left_of[rank].keys() - reduced[id(program)].keys() - {*program.idle}:
-            return True  # no rank has a batch, so their traces do not reduce what is left
+            return True  # such as ranks without a batch, whose own traces reduce nothing
     shared = {
         (name, reports[rank].ranks_of.get(name, everyone))
         for rank, program in programs.items()
@@ -316,12 +317,12 @@ def _must_merge(
 
 
 class Differences:
-    """What the ranks that share one model know of each other.
+    """The knowledge of the ranks that share one model about each other.
 
     Attributes:
         registries: the programs of each kind of trace.
         history: a number that depends on which optimizers have stepped the model, and how often.
-        steps: how often optimizers have; and what the last one has stepped.
+        steps: the number of steps of optimizers; ``last_step`` says which parameters the last one has stepped.
     """
 
     def __init__(self) -> None:
@@ -332,16 +333,16 @@ class Differences:
 
 _differences: weakref.WeakKeyDictionary[Control, Differences] = weakref.WeakKeyDictionary()
 _stepped: weakref.WeakKeyDictionary[Any, tuple[int, dict[Control, tuple[int, str]]]] = weakref.WeakKeyDictionary()
-"""How many parameters each optimizer has, and of those that all ranks of a model share, a hash and a text of the names."""
+"""By optimizer, the number of its parameters, and a hash and a text of the names of those that all ranks share."""
 
 
 def differences_of(control: Control) -> Differences:
-    """Return what the ranks of a model know of each other."""
+    """Return the knowledge of a model's ranks about each other."""
     return _differences.setdefault(control, Differences())
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Let the history of each model that an optimizer steps be another one; the order of steps does not matter."""
+    """Change the history of each model that an optimizer steps; the order of steps does not matter."""
     number = sum(len(group["params"]) for group in optimizer.param_groups)
     known, of_models = _stepped.get(optimizer, (-1, {}))
     if known != number:

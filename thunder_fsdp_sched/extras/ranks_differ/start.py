@@ -51,23 +51,23 @@ class AccumulationOfAll(Accumulation):
     """The sums of a bucket's gradients on a rank that may differ from others."""
 
     expected: frozenset[int] = frozenset()
-    """The parameters of which some rank's running backward has a gradient, or some rank's window; empty if all ranks run the
-    same program. The round at the start of each backward sets it."""
+    """The parameters that have a gradient in the running backward or the window of some rank; empty if all ranks run
+    the same program. The round at the start of each backward sets it."""
 
     def from_others(self) -> frozenset[int]:
         return self.expected
 
 
 _READY, _AUDITED = 1, 2
-"""The bits of a rank that has the merged trace for the latest registry, and of one that does not audit it. No kept bucket
-needs them: see ``RankState``."""
+"""The bits of a rank that has the merged trace for the latest registry, and of one that does not audit that trace. They
+are free, because lost buckets are in ``RankState``."""
 
 
 class Merged(NamedTuple):
     """A merged trace and its program.
 
     Attributes:
-        version: that of the registry.
+        version: the version of the registry.
         auditing: the auditor, until it has seen a complete run.
     """
 
@@ -80,12 +80,12 @@ class DifferingStart(TraceStart):
     """The start of a trace whose program may differ from those of other ranks.
 
     Args:
-        kind: what must be the same on all ranks: forward or backward, ``no_sync``, whether with gradients.
+        kind: the facts that must be the same on all ranks: forward or backward, ``no_sync``, whether with gradients.
         text: a description of the trace.
-        program: what it does on the wire.
+        program: the communication of the trace.
         groups: the process groups that it uses.
         sharded: the module.
-        make: builds the merged trace from the registry's order and sources.
+        make: a function that builds the merged trace from the registry's order and sources.
     """
 
     advice = ""
@@ -136,7 +136,7 @@ class DifferingStart(TraceStart):
         return missing, waits
 
     def _find_unused(self) -> int:
-        """Find the state of this rank and return a hash; 0 if there is nothing to tell."""
+        """Find the state of this rank and return a hash; 0 if it is empty."""
         super()._find_unused()
         lost = tuple(sorted(key_of(bucket) for kept in self._lost if (bucket := kept.bucket()) is not None))
         unused: list[tuple[str, tuple[int, ...]]] = []
@@ -162,7 +162,7 @@ class DifferingStart(TraceStart):
         return self._hashed[1]
 
     def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
-        """Find out in what the ranks differ, do what follows, and build the merged trace if some rank lacks its own."""
+        """Find the outcome, apply it, and build the merged trace if some rank lacks its own."""
         version = self.registry.version
         self._outcome = outcome = self._find_outcome()
         if outcome.fault:
@@ -188,9 +188,9 @@ class DifferingStart(TraceStart):
             self._begin_merged(is_ready=is_ready)
 
     def _begin_merged(self, *, is_ready: bool) -> None:
-        """Build the merged trace unless all ranks have theirs, and count what it issues."""
-        self.waiting.clear()  # those of a run that failed
-        if self.half == "forward":  # which does not fill the slots in which this rank's own backward may find buckets
+        """Build the merged trace unless all ranks have theirs, and count its collectives."""
+        self.waiting.clear()  # the waits of a failed run
+        if self.half == "forward":  # it does not fill the slots in which this rank's own backward may expect buckets
             for arena in {bucket.arena for bucket in self.buckets}:
                 arena.contents.clear()
         if not is_ready:
@@ -202,7 +202,7 @@ class DifferingStart(TraceStart):
         self.control.issue_counts.expected += self._begun
 
     def _find_outcome(self) -> Outcome:
-        """Return what follows from the tokens of all ranks; the same ranks exchange for a new combination."""
+        """Return the outcome for the tokens of all ranks; for a new combination, exchange reports, as all ranks do."""
         tokens = self.control.channel.tokens
         unpacked = ((token, *TOKEN.unpack(token)) for token in set(tokens))
         told = {token: (digest, state) for token, _, digest, _, _, state in unpacked}
@@ -228,7 +228,7 @@ class DifferingStart(TraceStart):
         return outcome
 
     def _exchange(self, is_sent: bool) -> dict[int, Report]:
-        """Exchange what all ranks tell, by global rank; ``is_sent`` says whether another rank sends this program."""
+        """Return the reports of all ranks, by global rank; ``is_sent`` says whether another rank sends this program."""
         program = None if is_sent or self._inputs in self.registry.programs else self.program
         ranks_of = {b.spec.name: tuple(b.ranks.all_ranks) for b in self.buckets if not b.is_on_all_ranks}
         state = self._state if self.registry.has_merged else self._state._replace(is_partial=self._is_partial())
@@ -240,7 +240,7 @@ class DifferingStart(TraceStart):
         if outcome.merges:
             unused = {b: frozenset(range(len(b.params))) for b in self.buckets}
         agree_on_unused({b: indices - outcome.used[b.spec.name] for b, indices in unused.items()})
-        self._unused = {}  # traces keep no buckets alive
+        self._unused = {}  # traces must not keep buckets alive
 
     def settled_or_merged(self, *arguments: Any) -> Callable[..., Any] | None:
         """Settle the round; return the program of the merged trace, or ``None`` if the rank's own trace runs."""
@@ -255,7 +255,7 @@ class DifferingStart(TraceStart):
         return (kind, key_of(bucket), occurrence) in self._outcome.active
 
     def serve_left(self) -> None:
-        """Reduce what ``no_sync`` has left on some rank, in buckets that no program of this round reduces."""
+        """Reduce the unreduced gradients of any rank in buckets that no program of this round reduces."""
         for bucket, whole in self._left_buckets():
             reduce_sums(bucket, scatters=whole)
 
@@ -265,13 +265,13 @@ class DifferingStart(TraceStart):
 
 
 def with_merged(traces: CompiledTraces) -> CompiledTraces:
-    """Return these traces with merged ones where there are some, unless they were forgotten."""
+    """Return these traces, replaced by merged ones where those exist; unchanged if they have been freed."""
     merged: dict[str, TraceCtx] = traces.attached.get("merged", {})
     return replace(traces, **merged) if merged and hasattr(traces, "forward") else traces
 
 
 def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, half: str) -> DifferingStart:
-    """Return the start of a trace that is scheduled."""
+    """Return the start of a scheduled trace."""
     program, groups = program_of(read_statements(trace))
     traces, sharded = context.traces, transform.sharded
     kind = half, traces.no_sync, context.trains
@@ -281,10 +281,10 @@ def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, ha
 
 
 class Maker:
-    """Builds the merged traces that take the place of a rank's own trace.
+    """A builder of the merged traces that replace a rank's own trace.
 
     Args:
-        context: of the compilation of that trace; it is copied.
+        context: the context of that trace's compilation; it is copied.
     """
 
     def __init__(self, transform: Any, context: Context, trace: TraceCtx) -> None:
@@ -345,10 +345,10 @@ def insert_choice(trace: TraceCtx, *, start: DifferingStart, audit: bool = True)
         fsdp_agree(forward_0)
         if (merged := fsdp_agreed_or_merged(forward_0)) is not None: return merged(x, t_blocks_0_weight)
 
-    The rest of the trace runs if all ranks run the same program. Otherwise the merged trace does, whose arguments are the
-    same. The round is settled before the first collective on every backend, because it decides which that is.
+    If all ranks run the same program, the rest of the trace runs. Otherwise the merged trace runs, with the same
+    arguments. The round is settled before the first collective on every backend, because it decides which that is.
 
-    With ``audit``, the trace ends with ``fsdp_audit_agreed(forward_0)`` before what ``end_backward`` inserts.
+    With ``audit``, the trace ends with ``fsdp_audit_agreed(forward_0)``, before the statement of ``end_backward``.
     """
     bsyms = list(trace.bound_symbols)
     head = next(at for at, bsym in enumerate(bsyms) if bsym.sym.id not in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.COMMENT))

@@ -1,6 +1,6 @@
-"""The symbols with which a rank serves others: it takes part in collectives that its own trace has no use for.
+"""The symbols with which a rank serves others: it takes part in collectives that its own trace does not need.
 
-A merged trace (``follow_order``) contains them in the place where the merged order has the collective::
+A merged trace (``follow_order``) contains them at the position of the collective in the merged order::
 
     ft3 = fsdp_serve_gather(bucket_h_2, slot_1, forward_0, 0)    # issue; nothing reads slot_1
     fsdp_wait_served(bucket_h_2, ft3, forward_0)
@@ -9,19 +9,19 @@ A merged trace (``follow_order``) contains them in the place where the merged or
     fsdp_finish_served(backward_0, bucket_h_2)
 
 With hybrid sharding, ``ft5 = fsdp_serve_all_reduce(bucket_h_2, ft4)`` is between the last two. The start of the trace
-knows in which of these collectives some rank takes part in this run. The others are left out: then the issue returns
-``None``, and the wait accepts it. The last arguments of an issue are the start and the number of earlier collectives of this
-kind and bucket in the merged order.
+knows which of these collectives some rank needs in this run. The others are left out: the issue returns ``None``, and
+the wait accepts it. The last arguments of an issue are the start and the number of earlier collectives of this kind and
+bucket in the merged order.
 
 [Note: Served collectives in flight]
-A merged trace has few slots for served collectives, and waits for one before it needs the slot again. But in most runs most
-of them are left out, for example those of the experts that no rank uses. So a wait only says that the slot may be used
-from here on. The arena waits if something does use it (``Arena.wait_for_overlapping``), otherwise ``fsdp_finish_served``
-does at the end of the trace, where also the rows that were reduced are taken. If the waits blocked, a rank that serves one
-of eight towers would take twice as long.
+A merged trace has few slots for served collectives, and waits for one before it needs the slot again. But in most runs
+most of them are left out, for example those of the experts that no rank uses. So a wait only allows other uses of the
+slot from here on. If something does use it, the arena waits (``Arena.wait_for_overlapping``). Otherwise
+``fsdp_finish_served`` waits at the end of the trace, and takes the reduced rows. If the waits blocked, a rank that
+serves one of eight towers would take twice as long.
 
-``fsdp_serve_left(backward_0, bucket_h_0)`` is at the end of a merged backward that reduces gradients. It reduces what
-windows of any rank have left in buckets for which the trace has no reduction.
+``fsdp_serve_left(backward_0, bucket_h_0)`` is at the end of a merged backward that reduces gradients. It reduces the
+unreduced gradients of any rank in buckets for which the trace has no reduction.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ServingStart(Protocol):
     """Waits for served collectives at the end of the trace."""
 
     def serve_left(self) -> None:
-        """Reduce what windows have left, on any rank, in buckets that no trace of this round reduces."""
+        """Reduce the unreduced gradients of any rank in buckets that no trace of this round reduces."""
 
 
 def key_of(bucket: Bucket) -> BucketKey:
@@ -82,7 +82,7 @@ def key_of(bucket: Bucket) -> BucketKey:
 
 
 def bucket_with_key(base: Bucket, key: BucketKey) -> Bucket:
-    """Return the bucket of a key: ``base`` itself or an alias of it, which is made if this rank has none yet."""
+    """Return the bucket of a key: ``base`` itself or an alias of it, which is created if this rank has none yet."""
     _, dtype, indices = key
     if dtype:
         return alias_in_dtype(base, getattr(torch, dtype))
@@ -113,7 +113,7 @@ fsdp_serve_gather = register(
 def wait_served(bucket: Bucket, flight: InFlight | None, start: ServingStart) -> None:
     if flight is not None:
         assert flight.slot is not None
-        # Without `flight`, which keeps what it sends until its slot is used again.
+        # Without `flight`, which keeps the sent tensor alive until its slot is used again.
         start.waiting.append(partial(_finish_gather, bucket, flight.slot))
 
 
@@ -133,7 +133,7 @@ fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effect
 def serve_reduce(bucket: Bucket, slot: Slot, start: ServingStart, occurrence: int) -> InFlight | None:
     if not start.serves(REDUCE, bucket, occurrence):
         return None
-    # Under no_sync the own trace may add to what is left while this reduction is in flight.
+    # Under no_sync the own trace may add to unreduced gradients while this reduction is in flight.
     return ops.reduce_scatter(bucket, slot, *[None] * len(bucket.params), adds_left=not start.no_sync)
 
 
