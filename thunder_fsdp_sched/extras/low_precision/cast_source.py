@@ -61,7 +61,7 @@ class CastShardSource(ShardSource):
 
 
 def fill_sent(spec: BucketSpec, sent: torch.Tensor, shard: torch.Tensor) -> None:
-    """Fill what a rank sends with a cast or an encoding of its shard."""
+    """Fill ``sent`` with a cast or an encoding of this rank's shard."""
     if (wire := spec.gather_wire) is None:
         sent.copy_(shard)
     else:

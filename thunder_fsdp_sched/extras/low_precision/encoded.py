@@ -1,21 +1,21 @@
 """Send encoded bytes over another transport: see [Note: Formats] in ``extras.low_precision.formats``.
 
 [Note: Encoded buckets]
-What a rank sends is one run of bytes: the codes and the scales of each segment, and the exact elements of exempt parameters,
-which have segments of their own. So a gather is one all-gather of bytes, over whatever transport the bucket has, and a
-reduction one exchange of bytes, after which each rank decodes and adds up the rows that it owns. Encoded gradients are never
-added. Decoding belongs to the wait: on a GPU it runs on the communication stream, and compute waits for it.
+A rank sends one run of bytes: the codes and the scales of each segment, and the exact elements of exempt parameters,
+which have segments of their own. So a gather is one all-gather of bytes, over any transport, and a reduction one
+exchange of bytes, after which each rank decodes and adds up the rows that it owns. Encoded gradients are never added.
+Decoding belongs to the wait: on a GPU it runs on the communication stream, and compute waits for it.
 
 A gather sends what ``CastShardSource`` has encoded, so backward sends the bytes of its forward. The received bytes, and
 those that a reduction sends, are in idle memory from the issue to the wait: a slot never holds bytes that are not decoded.
 
 [Note: Error feedback]
 A rank adds the rounding errors of its last gradients to the next ones (1-bit SGD, Seide et al. 2014; LoCo,
-arXiv:2407.04480). They stand for gradients that were asked for, in units of the loss. A backward that was asked
-for other gradients (``torch.autograd.grad`` of inputs, ``backward(inputs=...)``) neither adds nor changes the errors of a
-parameter whose gradient autograd drops. An error that is not finite counts as zero.
+arXiv:2407.04480). The errors belong to gradients that were requested, in units of the loss. A backward that was asked
+for other gradients (``torch.autograd.grad`` of inputs, ``backward(inputs=...)``) neither adds nor changes the errors of
+a parameter whose gradient autograd drops. An error that is not finite counts as zero.
 
-A ``GradScaler`` changes the scale of the loss between two steps and skips steps, and nothing in a backward tells either. So
+A ``GradScaler`` changes the scale of the loss between two steps and skips steps, and a backward can detect neither. So
 it is refused when it unscales such gradients.
 """
 
@@ -84,7 +84,7 @@ class Encoded(Transport):
             return self._inner.reduce_scatter(bucket, unsharded, shard)
         numel, segments = wire.nbytes * spec.layout.world_size, _segments(unsharded.segments, bucket)
         sent, received = (take_idle(bucket.scratch, numel, torch.uint8, shard.device) for _ in range(2))
-        for begin, end in spec.layout.gaps:  # not zero in a slot, and part of a block
+        for begin, end in spec.layout.gaps:  # gaps of a slot are not zero, but part of blocks
             unsharded.flat[begin:end].zero_()
         with bucket.feedback.added_to(unsharded.flat) if spec.has_error_feedback else nullcontext() as seen:
             wire.encode(segments, _by_rank(sent, bucket))
@@ -160,7 +160,7 @@ class _BytesOf(NamedTuple):
 
 
 def _on_wire(spec: BucketSpec, wire: WireFormat) -> BucketSpec:
-    """Return the bytes that all ranks send as a bucket of one segment."""
+    """Describe the bytes that all ranks send as a bucket of one segment."""
     numel = wire.nbytes * spec.layout.world_size
     layout = Layout(spec.layout.world_size, (Segment(0, 0, wire.nbytes),), (), numel, wire.nbytes)
     param = ParamSpec((spec.name,), (numel,), torch.uint8, spec.device, requires_grad=False)
@@ -205,7 +205,7 @@ class ErrorFeedback:
     def added_to(self, flat: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """Add the errors to gradients, yield a buffer for their decoded values, and store the new rounding errors in it.
 
-        It gives ``None`` if none of the gradients is wanted.
+        It yields ``None`` if none of the gradients is wanted.
         """
         wanted = self._wanted()
         if not wanted:

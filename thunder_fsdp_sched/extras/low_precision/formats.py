@@ -1,4 +1,4 @@
-"""The formats, how a block of elements is encoded and decoded, and the bytes of a bucket that travels encoded.
+"""The formats, the encoding and decoding of blocks of elements, and the bytes of a bucket that travels encoded.
 
 [Note: Formats]
 A format with scales divides a rank's elements into blocks. The largest magnitude of a block is mapped to the largest code,
@@ -9,7 +9,7 @@ An infinity or a NaN makes the scale of its block infinite or NaN, and with it e
 overflow gets lost on its way to a check such as that of ``GradScaler``.
 
 [Note: Wires]
-What a rank sends of a bucket is a run of bytes: its codes and scales, segment by segment.
+A rank sends a bucket as a run of bytes: its codes and scales, segment by segment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Format(NamedTuple):
     """One format.
 
     Attributes:
-        dtype: of codes.
+        dtype: the dtype of codes.
         largest: the largest magnitude of a code; 0 for a cast, which has no scales.
     """
 
@@ -45,7 +45,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 """The smallest scale: below it, dividing by a scale would overflow."""
 
 _CHUNK = 1 << 18
-"""Elements that a CPU encodes or decodes at once, so that what it computes on the way stays in its cache."""
+"""Elements that a CPU encodes or decodes at once, so that intermediate results stay in its cache."""
 
 
 def encode(form: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def _each(function: Callable[..., None], form: Format, *tensors: torch.Tensor) -
 
 
 def _kind(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Return what torch compiles a function anew for, although sizes are dynamic: dtypes, sizes of 1, and equal sizes."""
+    """Return facts for which torch compiles again although sizes are dynamic: dtypes, sizes of 1, equal sizes."""
     sizes = [size for tensor in tensors for size in tensor.shape]
     equal = tuple(0 if size == 1 else sizes.index(size) + 1 for size in sizes)
     return equal, tuple((tensor.dtype, tensor.is_contiguous()) for tensor in tensors)
@@ -154,23 +154,23 @@ def _decode_into(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: tor
 
 
 def sum_dtype(form: Format) -> torch.dtype:
-    """Return the dtype in which ranks add up what travels in a format."""
+    """Return the dtype in which ranks add up values that travel in a format."""
     return torch.float64 if form.dtype is torch.float64 else torch.float32
 
 
 def bytes_on_gpu(form: Format, numel: int, block: int, *, decodes: bool) -> int:
-    """Return the bytes that encoding or decoding so many elements allocates and frees on a GPU: see :func:`encode`."""
+    """Return the bytes that encoding or decoding ``numel`` elements takes on a GPU: see :func:`encode`."""
     if decodes or not form.largest:
         return 0
     return numel * form.dtype.itemsize + numel // block * torch.float32.itemsize
 
 
 def temporary_bytes(form: Format, numel: int, block: int, dtype: torch.dtype, *, decodes: bool, adds: bool) -> int:
-    """Return the most bytes that encoding or decoding allocates and frees on a CPU.
+    """Return the peak of the bytes that encoding or decoding allocates and frees on a CPU.
 
     Args:
         numel: elements of the longest run, whole blocks.
-        dtype: of the elements that are not encoded.
+        dtype: the dtype of the elements before encoding.
         decodes: whether they are decoded.
         adds: whether those of several ranks are added up.
     """
@@ -191,12 +191,12 @@ _ALIGNMENT = 16
 
 
 class _Part(NamedTuple):
-    """One segment of what a rank sends.
+    """The layout of one segment of the bytes that a rank sends.
 
     Attributes:
-        numel: elements of it that each rank owns.
+        numel: elements of the segment that each rank owns.
         block: number of elements in a block; 1 for a cast.
-        blocks: the last of them may be partly empty.
+        blocks: number of blocks, of which the last may be partly empty.
         codes: offset of the codes, in bytes.
         scales: offset of the scales.
     """
@@ -224,10 +224,10 @@ class _Part(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """The layout of what each rank sends.
+    """The layout of the bytes that each rank sends.
 
     Attributes:
-        parts: one for each segment that has elements.
+        parts: the layout of each segment that has elements.
         nbytes: bytes that each rank sends.
         on_gpu: whether it is encoded and decoded by compiled kernels.
     """
@@ -238,7 +238,7 @@ class Wire(NamedTuple):
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, Format]], block: int, *, on_gpu: bool = False) -> Wire:
-        """Return the layout for segments of which each rank owns so many elements, one after the other, aligned."""
+        """Return the layout for segments, given by the elements that each rank owns; they are aligned."""
         parts: list[_Part] = []
         end = 0
         for numel, form in segments:
@@ -250,7 +250,7 @@ class Wire(NamedTuple):
         return cls(tuple(parts), end, on_gpu)
 
     def encode(self, segments: Sequence[torch.Tensor], wire: torch.Tensor) -> None:
-        """Fill ``wire``, ``(ranks, nbytes)``, with what so many ranks own of each segment, ``(ranks, elements)``."""
+        """Encode each segment, ``(ranks, elements)``, into ``wire``, ``(ranks, nbytes)``."""
         for part, x in zip(self.parts, segments, strict=True):
             _each_run(encode, part, x, wire, fills_x=False)
 
@@ -260,16 +260,16 @@ class Wire(NamedTuple):
             _each_run(decode, part, out, wire, fills_x=True)
 
     def decode_mean(self, wire: torch.Tensor, segments: Sequence[torch.Tensor]) -> None:
-        """Fill each segment of one rank, ``(1, elements)``, with the mean over ranks of what ``wire`` has of it."""
+        """Fill each segment of one rank, ``(1, elements)``, with the mean over ranks of its values in ``wire``."""
         for part, out in zip(self.parts, segments, strict=True):
             _each_run(decode_mean, part, out, wire, fills_x=True)
 
     def temporary_bytes(self, ranks: int, dtype: torch.dtype, *, decodes: bool = False, adds: bool = False) -> int:
-        """Return the most bytes that a call of the methods above allocates and frees.
+        """Return the peak of the bytes that a call of the methods above allocates and frees.
 
         Args:
             ranks: the first dimension of segments.
-            dtype: of segments.
+            dtype: the dtype of segments.
             decodes: whether it is not :meth:`encode`.
             adds: whether it is :meth:`decode_mean`.
         """

@@ -1,4 +1,4 @@
-"""Which formats parameters and gradients travel in: what users write."""
+"""The option for the formats in which parameters and gradients travel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .formats import FORMATS, Format, Wire
 
 
 class CommPolicy(OptionGroup):
-    """The formats in which parameters and gradients travel: an argument of ``fsdp``, beside ``MixedPrecisionPolicy``.
+    """The formats in which parameters and gradients travel: an argument of ``fsdp`` like ``MixedPrecisionPolicy``.
 
-    Elements are rounded to nearest. What the model computes with is the decoded value; shards stay exact.
+    Elements are rounded to nearest. The model computes with decoded values; shards stay exact.
 
     Args:
         gather: the format of gathers, ``"bfloat16"`` or ``"int8"``; ``None`` for the exact values in
@@ -29,8 +29,8 @@ class CommPolicy(OptionGroup):
         block: number of elements that share a scale; ``"bfloat16"`` has no scales.
         exempt: parameters that travel exactly: names of parameters or modules, or patterns such as ``"*.head.*"``.
         min_ndim: parameters with fewer dimensions (norms, biases) are exempt, too; 0 for none.
-        error_feedback: whether each rank keeps what rounding its gradients has lost, and adds it to the next ones. It takes
-            as many bytes as the unsharded gradients.
+        error_feedback: whether each rank keeps the rounding errors of its gradients, and adds them to the next ones.
+            They take as many bytes as the unsharded gradients.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it and the choices.
@@ -60,13 +60,13 @@ class CommPolicy(OptionGroup):
         return ndim < self.min_ndim or any(matches(pattern, name) for pattern in self.exempt for name in names)
 
     def check_exempt(self, names: Sequence[str]) -> None:
-        """Check that each name in ``exempt`` is one of a parameter or a module.
+        """Check that each name in ``exempt`` is that of a parameter or a module.
 
         Args:
-            names: of all parameters.
+            names: the names of all parameters.
 
         Raises:
-            ValueError: it is not.
+            ValueError: one is not.
         """
         for pattern in self.exempt:
             if not any(matches(pattern, name) for name in names):
@@ -81,16 +81,16 @@ class CommPolicy(OptionGroup):
         """Return the policy of parameters that are unsharded in this dtype; ``None`` if it encodes none of them."""
         if not computed.is_floating_point or not self.encodes:
             return None
-        if self.gather == "bfloat16" and computed.itemsize <= 2:  # no longer exactly
+        if self.gather == "bfloat16" and computed.itemsize <= 2:  # it would save no bytes
             return replace(self, gather=None).in_dtype(computed)
         return self
 
     def gather_wire(self, spec: BucketSpec) -> Wire | None:
-        """Return the layout of what each rank sends to gather a bucket; ``None`` if it sends exact values."""
+        """Return the layout of the bytes that each rank sends to gather a bucket; ``None`` if it sends exact values."""
         return self._wire(spec, self.gather, spec.param_dtype)
 
     def reduce_wire(self, spec: BucketSpec) -> Wire | None:
-        """Return the layout of what ranks exchange to reduce a bucket; ``None`` if the transport reduces gradients.
+        """Return the layout of the bytes that ranks exchange to reduce a bucket; ``None`` if the transport reduces.
 
         If only gathers are encoded, ``all_to_all`` also has one, so that all segments travel, exactly, in one exchange.
         """

@@ -1,4 +1,4 @@
-"""Exposed communication of recorded steps: by rank, by bucket and phase; and a cluster that is as fast."""
+"""Exposed communication of recorded steps by rank, bucket and phase, and a cluster that is as fast as they were."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Key = tuple[str, str, str]
 
 
 def exposed_communication(profile: Any) -> ExposedCommunication:
-    """Measure the communication that compute did not hide in steps that torch's profiler recorded, of any training run.
+    """Measure the communication that compute did not hide, in steps of any training run that torch's profiler recorded.
 
     It is the time in which communication runs and compute does not, by the union of intervals, read from the kernels of a
     GPU and their streams. Ranges of this package and of FSDP2 name the buckets.
@@ -61,14 +61,14 @@ def exposed_communication(profile: Any) -> ExposedCommunication:
 
 
 def calibrate(spec: ClusterSpec, compiled: CompiledTraces, steps: Sequence[RecordedStep]) -> ClusterSpec:
-    """Return the cluster with the speed of compute and of links at which recorded steps ran.
+    """Return the cluster with the speeds of compute and links that recorded steps reached.
 
-    The compute of a step keeps its relative costs. The bandwidth of links is such that the recorded collectives take the
-    time for which the link was busy; that of the rank which was busy for the least time, because the others waited for it.
+    The compute of a step keeps its relative costs. The bandwidth of links is such that the recorded collectives take
+    the time for which the link was busy, on the rank where that was shortest, because the others waited for it.
 
     Args:
         spec: the cluster that resembles the machine most.
-        compiled: traces of the same model, with inputs of the same shapes, on as many ranks; the schedule may be another.
+        compiled: traces of the same model, with inputs of the same shapes, on as many ranks; the schedule may differ.
         steps: steps of this package, from :func:`~thunder_fsdp_sched.extras.planning.recorded.read_recorded`.
 
     Raises:
@@ -123,7 +123,7 @@ class ExposedCommunication:
     Times are seconds of one step, means over steps.
 
     Attributes:
-        steps: the steps in order, and of each the ranks in order.
+        steps: the steps in order, and for each the ranks in order.
     """
 
     steps: Sequence[RecordedStep]
@@ -190,7 +190,7 @@ def _exposed(timeline: Timeline) -> dict[Key, float]:
 
 
 def _parts(step: RecordedStep) -> list[float]:
-    """Return the seconds of forward and backward, of the whole step, and of what it consists of."""
+    """Return the seconds of forward and backward, of the whole step, and of its parts."""
     (begin, end), t = step.passes, step.timeline
     of_step = t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds
     return [end - begin, *of_step]

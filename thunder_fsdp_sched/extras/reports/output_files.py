@@ -13,7 +13,7 @@ class OutputFile(NamedTuple):
     """A file that an option names.
 
     Attributes:
-        path: where to write; ``None`` if the option is not given.
+        path: the file to write; ``None`` if the option is not given.
         picture: whether it may be a picture, in any format of matplotlib.
         data: whether it may be ``.json``.
     """

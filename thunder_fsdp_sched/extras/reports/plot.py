@@ -43,8 +43,8 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
     """Draw simulated steps below each other, on one time axis.
 
     For each: a compute lane, a lane for each process group, and below a bar for each unsharded bucket while a slot holds
-    it, in as many rows as slots are in use at once. On the compute lane, exposed communication is red, and gaps in which
-    the device waits for the host to launch are violet; shorter ones than half a thousandth of the picture are not drawn. A
+    it, in as many rows as slots are in use at once. On the compute lane, exposed communication is red, and gaps in
+    which the device waits for the host to launch are violet; those shorter than 0.05 % of the picture are not drawn. A
     dotted line is the start of backward.
 
     Args:
@@ -87,7 +87,7 @@ def _summary(timeline: Timeline) -> str:
 
 
 def _packed(uses: Iterable[SlotUse]) -> tuple[SlotUse, ...]:
-    """Return the uses of slots with a row in place of their slot: the first that is free, so that no row is nearly empty."""
+    """Return the uses of slots, with the first free row in place of the slot, so that no row is nearly empty."""
     ends: list[float] = []
     packed = []
     for use in sorted(uses, key=lambda use: use.start):
@@ -103,7 +103,7 @@ def _lanes(timeline: Timeline) -> list[str]:
 
 
 def _labels(bucket: str) -> list[str]:
-    """Return the name of a bucket, and shorter ones that still tell its block: ``blocks.0.up``, ``0.up``, ``0``."""
+    """Return the name of a bucket, and shorter ones that still name its block: ``blocks.0.up``, ``0.up``, ``0``."""
     parts = bucket.split(".")
     number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
     return [bucket] if number is None else [bucket, ".".join(parts[number:]), parts[number]]
@@ -171,7 +171,7 @@ def _event(tid: int, name: str, category: str, start: float, end: float, argumen
 
 
 def plot_memory(memory: StepMemory, path: str | Path | None = None, *, timeline: Timeline | None = None) -> Figure:
-    """Draw the bytes of each kind of memory as stacked areas, with a mark at the peak and where backward begins.
+    """Draw the bytes of each kind of memory as stacked areas, with marks at the peak and at the start of backward.
 
     Args:
         path: the file to write; its extension chooses the format (.png, .svg, .pdf).
@@ -231,13 +231,13 @@ def save_memory(memory: StepMemory, path: str | Path) -> None:
 
 
 def _milliseconds(memory: StepMemory, timeline: Timeline) -> Sequence[float]:
-    """Return when each position begins, and the end of the step."""
+    """Return the start of each position, and the end of the step."""
     begins = [0.0] * len(memory.totals)
     for interval in timeline.intervals:
         index = interval.position + memory.backward * interval.trace
         if interval.stream == COMPUTE and index < len(begins):
             begins[index] = max(begins[index], 1e3 * interval.start)
-    return [*accumulate(begins, max), 1e3 * timeline.step_seconds]  # what takes no time begins with what precedes it
+    return [*accumulate(begins, max), 1e3 * timeline.step_seconds]  # a position without time begins with the one before
 
 
 def _short(statement: str) -> str:

@@ -30,7 +30,7 @@ from ..step_memory.value_memory import shared_slots
 from .texts import milliseconds, plain_table
 
 _COLORS = (GATHERS, "green"), (ISSUES, "yellow"), (WAITS, "cyan")
-"""The first that has the name of a symbol decides."""
+"""Kinds of symbols and their colors; the first kind that contains a symbol's name counts."""
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -54,7 +54,7 @@ def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[st
 
 
 def step_before_and_after(traces: CompiledTraces, *, title: str, width: int) -> Group:
-    """Return the communication lines of forward and backward, each before and after sorting, in so many columns."""
+    """Return the communication lines of forward and backward, each before and after sorting, in ``width`` columns."""
     found = {
         "forward, before sorting": traces.forward_before,
         "forward, after sorting": traces.forward,
@@ -69,12 +69,12 @@ def step_before_and_after(traces: CompiledTraces, *, title: str, width: int) -> 
 
 
 def answer(step: DryRun, model: str, verdict: str, memory: StepMemory) -> str:
-    """Return the model, its inputs, time and memory of a planned step, and what limits it, in lines of 80 columns.
+    """Return lines of 80 columns: the model, its inputs, the time and memory of a planned step, and what limits it.
 
     Args:
         model: the name that the user gave.
         verdict: whether the step fits.
-        memory: that of the step, with the optimizer's state.
+        memory: the memory of the step, with the optimizer's state.
     """
     plan, options, peak, time = step.transform.plan, step.transform.options, memory.peak, step.after
     params = [param for bucket in plan for param in bucket.params]
@@ -192,12 +192,12 @@ def _line(position: int, bsym: BoundSymbol, width: int | None) -> str:
     lines = [f"{position:5d} {bsym.sym.name}({name}{slot}, …){note}" for slot, note in forms]
     if fitting := [line for line in lines if len(line) <= width]:
         return fitting[0]
-    kept = max(width - len(lines[-1]) + len(name) - 1, 2)  # both ends of a path tell buckets apart, the middle does not
+    kept = max(width - len(lines[-1]) + len(name) - 1, 2)  # the ends of a path distinguish buckets, the middle does not
     return lines[-1].replace(name, f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}")[:width]
 
 
 def _gradients(trace: TraceCtx) -> Counter[str]:
-    """Return the bytes of the gradients that a trace reduces, by why it copies them; ``""`` for those written in place."""
+    """Return the bytes of reduced gradients by the reason of their copies; ``""`` for those written in place."""
     made: dict[str, tuple[str, Any]] = {}
     written: set[str] = set()
     found: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The table of buckets that ``print(plan)`` shows, what a pass changed, for logs, and tables of figures."""
+"""The table of buckets that ``print(plan)`` shows, the changes by a pass, for logs, and tables of figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...sizes import human_bytes
 
 
 def plan_table(plan: Plan, *, title: str = "buckets") -> Group:
-    """Return a table of the buckets of a plan: number of parameters, bytes, and what else differs between buckets.
+    """Return a table of the buckets of a plan: number of parameters, bytes, and all else that differs between buckets.
 
     A value that is the same for all buckets, or that only some have, is a note below. Names are never cut: in a narrow
     terminal they continue on the next line.
@@ -89,7 +89,7 @@ def _sizes(buckets: Iterable[BucketSpec]) -> list[str]:
 
 
 def _notes(plan: Plan, text: str, value_of: Callable[[BucketSpec], object]) -> Iterator[str]:
-    """Yield a note for each value of buckets but ``None``, with their names if it is not that of all."""
+    """Yield a note for each value of buckets except ``None``, with the names of its buckets unless all share it."""
     names: dict[object, list[str]] = {}
     for bucket in plan:
         names.setdefault(value_of(bucket), []).append(bucket.name)

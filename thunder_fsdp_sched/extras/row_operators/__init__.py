@@ -1,4 +1,4 @@
-"""Rows gathered into whole tensors; rows as plain tensors, and plain tensors of rows, with gradients."""
+"""Gather rows into whole tensors, take them as plain tensors, and reduce them to numbers, with gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def gather_rows(
     """Fill ``whole`` with the rows of all ranks, bit for bit, and return it; one collective.
 
     Rows that one rank has are broadcast. Others are summed as integers, as by the transport ``all_reduce``: that sends at
-    most twice the tensor's bytes, however the ranks share it. Padding to the longest share would send up to as many times
-    the tensor as there are ranks.
+    most twice the tensor's bytes, however the ranks share it. Padding to the longest share would send up to W times the
+    tensor among W ranks.
 
     Args:
         whole: contiguous memory for the tensor.
@@ -50,7 +50,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def gather(rows: Rows, local: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor, bit for bit, from the rows of all ranks; one collective.
 
-    It is on the device of the parameter's bucket, where offloaded rows are sent from.
+    It is on the device of the parameter's bucket, from which offloaded rows are sent.
 
     Cost, whatever the number of ranks: a round of agreement and one collective. Each rank receives the tensor once if all
     ranks have equally many rows or one has all of them, else twice.
@@ -90,7 +90,7 @@ def exchange(rows: Rows, part: torch.Tensor, what: str, *labels: str) -> torch.T
 
 @contextlib.contextmanager
 def _collective(rows: Rows, what: str, device: torch.device, *labels: str) -> Iterator[torch.device]:
-    """Check that all ranks are about to do the same, and yield the device to send from."""
+    """Check that all ranks are about to do the same, and yield the device from which to send."""
     bucket, _ = rows.in_bucket or (None, 0)
     if bucket is not None:
         device = bucket.spec.device

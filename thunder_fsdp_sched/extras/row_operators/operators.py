@@ -1,4 +1,4 @@
-"""The operators of :class:`RowDTensor` that do not act on the rows of equal operands alone.
+"""The operators of :class:`RowDTensor`, except those that only act on rows of equal operands.
 
 [Note: Operators on rows]
 Each operator is one of these; nothing is ever gathered silently:
@@ -9,8 +9,8 @@ Each operator is one of these; nothing is ever gathered silently:
   ranks. Numbers are replicated DTensors: whatever is read from them is the same on all ranks.
 - All others raise an error that names ``full_tensor()``, unless this rank has all rows.
 
-Which of these it is, and whether it succeeds, depends on shapes and cuts only, which all ranks know. So an operator fails
-on all ranks or on none.
+The kind of an operator, and whether it succeeds, depend only on shapes and cuts, which all ranks know. So an operator
+fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COMBINED_BY: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 def rule_for(func: Any) -> Handler:
-    """Return what runs an operator that does not act on elements."""
+    """Return the function that runs an operator that does not act on elements."""
     if func in _HANDLERS:
         return _HANDLERS[func]
     if func in _COMBINED_BY:
@@ -180,7 +180,7 @@ def _reduce(func: Any, tensor: RowDTensor, *, dtype: torch.dtype | None = None) 
     """Reduce the rows of all ranks to a number: a collective."""
     rows, needs_grad = tensor.rows, torch.is_grad_enabled() and tensor.requires_grad
     if needs_grad and func in _LINEAR:
-        # The gradient that torch computes of it is a plain tensor, of which nobody knows whether it is whole.
+        # torch computes its gradient as a plain tensor, which may be whole or rows.
         raise coded_error(NotImplementedError, "parameter.operator-without-gradient", operator=func, label=rows.label)
     tensor = cast(RowDTensor, tensor.detach())
     options = {} if dtype is None else {"dtype": dtype}
@@ -261,7 +261,7 @@ def _compare(func: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kw
 
 
 def run_on_single_rank(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on tensors of which this rank has all rows; others refuse it."""
+    """Run an operator if this rank has all rows of its tensors; otherwise refuse it."""
     wholes: dict[int, RowDTensor] = {}
 
     def whole(tensor: RowDTensor) -> DTensor:

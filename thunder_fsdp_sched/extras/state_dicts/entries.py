@@ -2,8 +2,8 @@
 
 [Note: Entries of state dicts]
 An entry is a DTensor (:class:`RowDTensor`) that shares the memory of the parameter. torch.distributed.checkpoint (DCP)
-saves it as a chunk of the whole tensor, so a checkpoint does not depend on how it was sharded. Pickled and loaded, for
-instance by ``torch.save`` and ``torch.load``, an entry with uneven rows is a :class:`RowPiece`.
+saves it as a chunk of the whole tensor, so a checkpoint does not depend on how it was sharded. When it is pickled and
+loaded, for instance by ``torch.save`` and ``torch.load``, an entry with uneven rows becomes a :class:`RowPiece`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def refuse_unshared(bucket: Bucket) -> None:
 
 
 def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows, as a view, of a state dict's value for a parameter.
+    """Return this rank's rows of a parameter's value in a state dict, as a view.
 
     A DTensor that is sharded otherwise is gathered, and its rows are copied: then all ranks must call this.
 
@@ -74,10 +74,10 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
 
 
 def as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a value of an optimizer's state with the rows of its parameter, if it is a part of a whole one.
+    """Return a value of an optimizer's state, cut to the rows of its parameter if it is a tensor sharded otherwise.
 
     Raises:
-        ValueError: it has another shape, or is that of an unsharded parameter; it names the parameter.
+        ValueError: it has another shape, or is the state of an unsharded parameter; the message names the parameter.
     """
     rows = param.rows
     if value.ndim and value.shape == rows.shape and type(value) is torch.Tensor:

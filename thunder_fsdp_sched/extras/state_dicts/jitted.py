@@ -41,12 +41,12 @@ def gather_entries(
 ) -> dict[str, Any]:
     """Gather the DTensors of a state dict; a collective.
 
-    Cost: for each bucket one round of agreement and one gather, whatever the number of ranks and parameters; one of each
-    for every other DTensor, such as optimizer state and what hooks have computed. A rank that keeps nothing has one bucket
+    Cost: for each bucket one round of agreement and one gather, whatever the number of ranks and parameters; one of
+    each for every other DTensor, such as optimizer state and results of hooks. A rank that keeps nothing has one bucket
     at a time in memory.
 
     Args:
-        sharded: knows which names are those of one parameter, which is gathered once.
+        sharded: the module, which knows the names that share a parameter; each parameter is gathered once.
         keeps: if not, return ``None`` in place of each tensor on this rank.
         to_cpu: move each tensor to host memory as soon as it is gathered.
     """
@@ -139,7 +139,7 @@ class JittedState:
         """Load whole parameters and buffers, or some of them; each rank takes its rows.
 
         Raises:
-            RuntimeError: a shape is another one, or the module has no such entry.
+            RuntimeError: a shape differs, or the module has no such entry.
         """
         whole = {name.removeprefix("."): value for name, value in state_dict.items()}  # as Thunder names the root's
         if unexpected := self.load_state_dict(whole, strict=False).unexpected_keys:

@@ -1,4 +1,4 @@
-"""Pickle, copy and save row tensors: what pickle, ``copy`` and distributed checkpoints (DCP) call."""
+"""Functions for pickle, ``copy`` and distributed checkpoints (DCP), which pickle, copy and save row tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RowPiece(StateEntry, torch.Tensor):
     ) -> Any:
         piece, kwargs = args[0], kwargs or {}
         if func is aten.new_empty.default and isinstance(piece, RowPiece):
-            if tuple(args[1]) != tuple(piece.shape):  # it has no rows of this parameter
+            if tuple(args[1]) != tuple(piece.shape):  # another shape, of which it has no rows
                 return piece._local.new_empty(args[1], **kwargs)
             args = (piece, piece._local.shape)
         elif func not in _ON_LOCAL_ROWS:
@@ -92,7 +92,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def chunk_list(entry: StateEntry) -> list[ChunkStorageMetadata]:
-    """Return the places of the rows that this rank saves."""
+    """Return the positions of the rows that this rank saves."""
     if not entry.shape:
         return [ChunkStorageMetadata(torch.Size([]), torch.Size([])) for _ in entry.chunks()]
     others = [0] * (len(entry.shape) - 1)
@@ -100,7 +100,7 @@ def chunk_list(entry: StateEntry) -> list[ChunkStorageMetadata]:
 
 
 def write_items(entry: StateEntry, fqn: str) -> list[WriteItem]:
-    """Return what DCP writes of an entry with the name ``fqn``."""
+    """Return the items that DCP writes for an entry with the name ``fqn``."""
     items = []
     for chunk, (_, rows) in zip(chunk_list(entry), entry.chunks(), strict=True):
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(rows), entry.shape)

@@ -40,7 +40,7 @@ def gather_ahead(
     Args:
         what: the caller, for messages.
         wanted: buckets in the order of the plan, and the dtype in which to gather each.
-        own_memory: gather each bucket into new memory, which its parameters keep alive, when it is asked for, not ahead.
+        own_memory: gather no bucket ahead, and each into new memory, which its parameters keep alive.
 
     Raises:
         RuntimeError: parameters were changed since the start, or given other memory; a collective failed.
@@ -92,7 +92,7 @@ def gather_ahead(
 
 
 def _release_shards(flights: Sequence[tuple[Bucket, InFlight]]) -> None:
-    """Let the host write the shards again that these gathers send, and free casts of them."""
+    """Let the host write the shards that these gathers send again, and free casts of them."""
     for bucket, _ in flights:
         bucket.source.finish_copy()
         if bucket is not bucket.base:
@@ -103,7 +103,7 @@ def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: conte
     """Return a slot for each bucket by its number, so that those of two successive ones are disjoint.
 
     Args:
-        undo: gives the memory back.
+        undo: the stack that gives the memory back.
     """
     of_arena: dict[Arena, list[int]] = defaultdict(list)  # one arena for each device
     for number, (bucket, _) in enumerate(wanted):
@@ -126,7 +126,7 @@ def borrow_memory(arena: Arena, nbytes: int) -> Iterator[Arena]:
     """Yield another arena of ``nbytes`` that has the memory of ``arena``, for use between two traces.
 
     If it is too small, it is freed, and the other arena allocates its own. A trace that runs in the meantime
-    allocates new memory, and nothing that forward left is resident any more.
+    allocates new memory, and no bucket that forward left is resident any more.
     """
     arena.follow_stream()
     arena.finish_all()

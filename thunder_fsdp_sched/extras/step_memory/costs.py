@@ -1,9 +1,9 @@
-"""The bytes and the time of bound symbols, and the memory of what they do with a bucket.
+"""The costs of bound symbols in bytes and time, and the memory of operations on a bucket.
 
 [Note: Costs]
-Effects (``ir.effects``) say what passes and proofs must know of a bound symbol. What it costs, in bytes and in time, is
-read by predictions alone, so a step that nobody predicts loads nothing of this. The costs of this package's symbols are in
-``symbol_costs``; those of all other operators are observed: see ``rows.observed_costs``.
+Effects (``ir.effects``) are the facts about a bound symbol that passes and proofs need. Its costs, in bytes and in
+time, are read by predictions alone, so they are not loaded for a step that nobody predicts. The costs of this package's
+symbols are in ``symbol_costs``; those of all other operators are observed: see ``rows.observed_costs``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LocalWork(NamedTuple):
     Attributes:
         launches: calls of the communication library.
         moved: bytes that it reads and writes on the compute stream of a GPU.
-        moved_at_once: the same where the host computes: also what a GPU does on the communication stream.
-        touches: how often each tensor that it reads, and that is not in place already, is read or written.
+        moved_at_once: the same if the host computes; it includes the work that a GPU does on the communication stream.
+        touches: the number of reads and writes of each tensor that it reads and that is not in place already.
         to_host: bytes that it copies to the host's memory.
     """
 
@@ -48,16 +48,16 @@ class Allocation(NamedTuple):
         owner: the name of the result that it belongs to, or a key. Idle memory of a pool is used again by an equal key.
         nbytes: its bytes, without rounding.
         device: the type of its device.
-        scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
-            symbol runs; ``"wait"``: only while the symbol runs that waits for what it issues; ``"pool"``: it is taken from
-            idle memory, and given back by the wait; ``"steps"``: in all steps; ``"persistent"``: until a symbol ``forgets``
-            the key; ``"persistent later"``: the same, but until then it is the memory of the operation that the symbol
-            waits for.
-        kind: what it counts as in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` for what
+        scope: its lifetime. ``"value"``: until the last use of the result or a view of it; ``"call"``: while the symbol
+            runs; ``"wait"``: while the symbol runs that waits for the issued collective; ``"pool"``: it is taken from
+            idle memory, and given back by the wait; ``"steps"``: in all steps; ``"persistent"``: until a symbol
+            ``forgets`` the key; ``"persistent later"``: the same, but before that it is the memory of the operation for
+            which the symbol waits.
+        kind: its kind in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` if the kind
             depends on its lifetime.
-        label: what it is, for reports; a result has a name.
-        only_with: it is allocated only if this key has memory.
-        on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
+        label: its description in reports; results have names instead.
+        only_with: a key; it is allocated only if this key has memory.
+        on_host: whether it is in host memory, even in a plan on a CPU for a GPU.
     """
 
     owner: Hashable
@@ -76,16 +76,16 @@ PERSISTENT = ("persistent", "persistent later")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of one bound symbol. Values are known by their names.
+    """The costs of one bound symbol. Values are identified by their names.
 
     Attributes:
         shards: the shards that it sends.
-        views: results that keep the memory of others and own none, by exact facts.
+        views: results that certainly own no memory, but keep that of others alive.
         strides: strides of results that are not contiguous.
         layouts: results with the strides of another value.
         allocates: memory that it allocates.
         forgets: keys whose memory it frees.
-        work: what it costs besides communication; ``None`` for computation.
+        work: its work besides communication; ``None`` for computation.
         operators: names of the base operators of torch that it calls; ``None`` if they cannot be observed.
         flops: their additions and multiplications by dtype; ``None`` if they cannot be observed.
     """
@@ -112,7 +112,7 @@ def unsharded_gradients(bucket: Bucket) -> Allocation:
 
 
 def reduced_gradients(bucket: Bucket) -> Allocation:
-    """Return the memory of this rank's rows of the gradients that ``no_sync`` reduces and leaves."""
+    """Return the memory of this rank's rows of the gradients that ``no_sync`` reduces and accumulates."""
     spec = bucket.spec
     label = f"reduced gradients of {spec.name}"
     return Allocation(left_reduced(bucket), spec.accumulated_bytes, spec.device.type, "persistent", "gradients", label)
@@ -184,14 +184,14 @@ class Row(NamedTuple):
     Attributes:
         bsym: the bound symbol.
         trace: the index of its trace.
-        position: its schedule position, where those of backward follow those of forward. That of the next row that has one
-            if it has none.
+        position: its schedule position, where those of backward follow those of forward; without one, that of the next
+            row that has one.
         effects: its effects.
-        costs: its costs on inputs with the strides that they have.
-        strides: those of its inputs.
+        costs: its costs for inputs with these strides.
+        strides: the strides of its inputs.
         args: the values that it reads, one for each operand.
         outs: the values that it defines.
-        copied: the tensors that it copies, without those that are where it needs them, as gradients in a slot are.
+        copied: the tensors that it copies, without those that are in place already, such as gradients in a slot.
     """
 
     bsym: BoundSymbol

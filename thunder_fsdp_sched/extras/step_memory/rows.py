@@ -1,13 +1,13 @@
 """The rows of a step: each bound symbol of its traces with its effects, its costs and its values, read once.
 
 [Note: Rows]
-When a statement runs, which memory is live, which slot is in use, which communication is exposed, what backward may compute
-again: predictions answer all of it by going over the rows of a :class:`StepRows`. ``planning.simulate`` gives them times,
-``value_memory`` bytes, and pictures and tables show what these return.
+All predictions go over the rows of a :class:`StepRows`: when a statement runs, which memory is live, which slot is in
+use, which communication is exposed, what backward may recompute. ``planning.simulate`` computes times from them,
+``value_memory`` bytes, and pictures and tables show these results.
 
 [Note: Observed strides]
-A result's memory may depend on strides (a reshape copies a transposed tensor), so an operator is observed with the strides
-that earlier operators have returned. A bound symbol keeps what was observed for each choice of strides.
+A result's memory may depend on strides (a reshape copies a transposed tensor), so an operator is observed with the
+strides that earlier operators have returned. A bound symbol keeps the observation for each choice of strides.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StepRows(Analysis):
 
 
 def declared_rows(bsyms: Iterable[BoundSymbol | None]) -> list[Row]:
-    """Return the rows of the symbols of this package alone, without values; ``None`` stands for another one."""
+    """Return the rows of the symbols of this package alone, without values; ``None`` stands for another symbol."""
     return [Row(b, 0, 0, effects(b), costs(b), {}) for b in bsyms if b is not None and is_declared(b.sym)]
 
 
@@ -87,8 +87,8 @@ def observed_costs(bsym: BoundSymbol, strides: Strides) -> Costs:
     """Return the costs of a bound symbol, with the views that it returns and the memory that it allocates.
 
     Args:
-        strides: strides by name, of inputs that are not contiguous. They change the costs of operators that are not ours
-            only.
+        strides: strides by name, of inputs that are not contiguous. They change the costs only of other packages'
+            operators.
     """
     if is_declared(bsym.sym) or bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
         return costs(bsym)
@@ -100,7 +100,7 @@ def observed_costs(bsym: BoundSymbol, strides: Strides) -> Costs:
 
 
 def _observed(bsym: BoundSymbol, strides: Strides) -> Costs:
-    """Return the costs of an operator that is not ours, on inputs with these strides."""
+    """Return the costs of another package's operator, for inputs with these strides."""
     facts, call = facts_of(bsym), observed_call(bsym, strides)
     inputs, outs, by_name = tensors_read(bsym), tensors_returned(bsym), {p.name: p for p in bsym.flat_proxy_args}
     views: dict[str, tuple[str, ...]] = {}
@@ -143,7 +143,7 @@ def _observed(bsym: BoundSymbol, strides: Strides) -> Costs:
 
 
 def _may_be_view(value: object, base: object) -> bool:
-    """Return whether dtype and device allow that a value, whose operator may return a view of ``base``, is one."""
+    """Return whether a value has the dtype and device of ``base``, of which its operator may return a view."""
     return (
         isinstance(value, TensorProxy)
         and isinstance(base, TensorProxy)

@@ -30,7 +30,7 @@ KINDS = (
     "outputs",
     "temporaries",
 )
-"""The kinds of memory, those first that are allocated during the whole step."""
+"""The kinds of memory; those that are allocated during the whole step come first."""
 
 _FIXED = ("shards", "unsharded buckets", "communication")
 """The kinds of memory that may be allocated during the whole step."""
@@ -49,7 +49,7 @@ class TensorMemory(NamedTuple):
         kind: one of :data:`KINDS`.
         name: the name of the tensor in the traces.
         nbytes: bytes of its elements; views of it have none of their own.
-        start: position of the bound symbol that defines it, -1 for what exists before the step.
+        start: position of the bound symbol that defines it, -1 if it exists before the step.
         end: position of the last bound symbol that uses it or a view of it.
         source: the line of the model that made it, ``"model.py:70"``; empty if none is known.
     """
@@ -71,7 +71,7 @@ class MemoryPeak(NamedTuple):
         by_kind: bytes of each kind.
         phase: the trace, ``"forward"`` or ``"backward"``, or ``"optimizer.step"``.
         statement: the bound symbol as it is printed in the trace.
-        largest: the largest tensors there, of the kinds that traces make.
+        largest: the largest tensors at that position, of the kinds that traces create.
     """
 
     position: int
@@ -89,11 +89,11 @@ class StepMemory:
     It counts what the step allocates or keeps: shards, slots of unsharded buckets as they are allocated, inputs,
     gradients, what forward saves for backward, outputs, temporaries, and what communication allocates. On CUDA each
     allocation counts as the caching allocator rounds it, to 512 bytes. See [Note: Bytes of values] and
-    [Note: Memory of communication] for the rules. Traces do not tell what fusions and kernels allocate inside of
-    themselves, what libraries (cuBLAS, NCCL) keep, what gloo copies, and how much fragmentation takes; none of it counts.
+    [Note: Memory of communication] for the rules. It does not count what traces do not show: memory that fusions and
+    kernels allocate internally, or that libraries (cuBLAS, NCCL) keep, copies by gloo, and fragmentation.
 
     Only the devices of the buckets count, so host memory does not if they are on GPUs. The first step allocates part of
-    this only as it runs, and its peak is not higher.
+    this memory as it runs; its peak is not higher.
 
     Attributes:
         fixed: bytes that are allocated during the whole step, by kind.
@@ -124,10 +124,10 @@ class StepMemory:
         Args:
             traces: the traces, or their rows.
             device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
-                of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
-            accumulated: the gradients that backwards under ``no_sync`` have left.
-            others: the bound symbols of other steps that have run, at least those of this package; what they keep
-                allocated counts.
+                of the buckets. A plan on the meta device or on a CPU passes that of the cluster.
+            accumulated: the unreduced gradients of earlier backwards under ``no_sync``.
+            others: the bound symbols of other steps that have run, at least those of this package; memory that they
+                keep allocated counts.
         """
         buckets = tuple(buckets)
         types = {bucket.spec.device.type for bucket in buckets}
@@ -194,7 +194,7 @@ class StepMemory:
         """Each bound symbol as it is printed in its trace, and :data:`OPTIMIZER_STEP` if it has a position."""
         return tuple(map(self._statement, range(self.length)))
 
-    def _statement(self, position: int) -> str:  # to print all takes longer than the analysis
+    def _statement(self, position: int) -> str:  # printing all takes longer than the analysis
         rows = self.step.statements
         return statement(rows[position].bsym) if position < len(rows) else OPTIMIZER_STEP
 
@@ -228,7 +228,7 @@ class StepMemory:
         return tuple(map(sum, zip(*self._by_kind.values(), strict=True)))
 
     def alive_at(self, position: int) -> tuple[TensorMemory, ...]:
-        """Return the tensors that are in use at ``position``, without what is allocated during the whole step."""
+        """Return the tensors in use at ``position``, without memory that is allocated during the whole step."""
         return tuple(tensor for tensor in self.tensors if tensor.start <= position <= tensor.end)
 
     @cached_property
@@ -254,7 +254,7 @@ class StepMemory:
 
 
 def _kind(memory: Lifetime, backward: int, length: int) -> str:
-    """Return what memory counts as; that of values by when they are used."""
+    """Return the kind of memory; for values, it depends on when they are used."""
     if memory.kind != "values":
         return memory.kind
     is_returned = memory.last == length - 1

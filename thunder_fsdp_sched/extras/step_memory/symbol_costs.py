@@ -41,7 +41,7 @@ def costs(bsym: BoundSymbol) -> Costs:
 
 
 def _of_call(bsym: BoundSymbol) -> Costs:
-    """Return the costs of a symbol that only calls a function, and whose results are views of what they may alias."""
+    """Return the costs of a symbol that only calls a function, and whose results are views of all they may alias."""
     return Costs(work=LocalWork(), views=effects(bsym).aliases)
 
 
@@ -97,12 +97,12 @@ def _all_reduce(bsym: BoundSymbol) -> Costs:
 
 
 def _copies_gradients(spec: BucketSpec) -> bool:
-    """Return whether reduced gradients get other memory than what the reduction has put them into."""
+    """Return whether reduced gradients are copied from the memory into which the reduction has put them."""
     return spec.reduce_dtype != spec.dtype or spec.comm.offload
 
 
 def _wait_costs(bucket: Bucket) -> tuple[tuple[Allocation, ...], LocalWork]:
-    """Return the memory and the work of a wait for reduced gradients, without those that it returns."""
+    """Return the memory and the work of a wait for reduced gradients, without the gradients that it returns."""
     spec = bucket.spec
     casts, offload, flat = spec.reduce_dtype != spec.dtype, spec.comm.offload, spec.shard_bytes
     memory: list[Allocation] = []
@@ -165,7 +165,7 @@ def _accumulate_reduced(bsym: BoundSymbol) -> Costs:
 
 
 def _unreduced_memory(bucket: Bucket) -> tuple[Allocation, ...]:
-    """Return the memory of reducing what a window has left of a bucket."""
+    """Return the memory of reducing a bucket's unreduced gradients."""
     spec = bucket.spec
     unsharded, reduced = left_unsharded(bucket), left_reduced(bucket)
     label = "copy of accumulated gradients"
@@ -206,7 +206,7 @@ def _served(bucket: Bucket) -> Allocation:
 
 
 def _finish_served(bsym: BoundSymbol) -> Costs:
-    """Return the memory with that of all casts and copies at once, although each takes the place of one reduction."""
+    """Return the memory, all casts and copies at once, although each replaces the result of one reduction."""
     _, *buckets = bsym.args
     memory = tuple(m for bucket in buckets for m in (sharded_gradients(bucket), *_wait_costs(bucket)[0]))
     return Costs(allocates=memory, forgets=tuple(("served gradients", bucket) for bucket in buckets), work=LocalWork())
@@ -241,4 +241,4 @@ COSTS_OF: dict[str, Callable[[BoundSymbol], Costs]] = {
     "fsdp_finish_served": _finish_served,
     "fsdp_serve_left": _serve_left,
 }
-"""The costs of the symbols that do more than :func:`_of_call` says, those of other extras included."""
+"""The costs of the symbols for which :func:`_of_call` is not enough, including those of other extras."""

@@ -1,23 +1,23 @@
-"""The memory of the values of traces, of slots, and of what communication allocates.
+"""The memory of the values of traces, of slots, and of communication.
 
 [Note: Bytes of values]
 A value occupies memory from the bound symbol that defines it to the last one that reads it or a view of it: there
-Thunder deletes it. What a trace returns lives on, outputs to the end of the last trace, and what is saved for backward
-until backward has read it. Inputs count as contiguous. If nothing is known about an operator, its outputs count as views
-of all inputs and as new memory, so the bytes are an upper bound. What a function of torch allocates and frees again
-counts, too: the most bytes of what its base operators return. What a base operator or a fusion allocates inside itself is
-not counted.
+Thunder deletes it. Values that a trace returns live longer: outputs to the end of the last trace, and those saved for
+backward until backward has read them. Inputs count as contiguous. If nothing is known about an operator, its outputs
+count as views of all inputs and as new memory, so the bytes are an upper bound. Memory that a function of torch
+allocates and frees again counts, too: the peak of its base operators' results. Memory that a base operator or a fusion
+allocates internally does not count.
 
 [Note: Memory of communication]
-What this package's symbols allocate is in ``symbol_costs``. Casts of shards and workspaces of transports stay
-allocated for all steps. A reduction takes an idle buffer to receive into, or allocates one, and its wait gives it back; a
-release frees the idle ones, and those in use when they have been waited for. Without a release they stay for all steps.
+The allocations of this package's symbols are in ``symbol_costs``. Casts of shards and workspaces of transports stay
+allocated for all steps. A reduction takes an idle receive buffer, or allocates one, and its wait gives it back. A
+release frees idle buffers, and buffers in use after their wait. Without a release they stay for all steps.
 
 Gradients that ``no_sync`` accumulates outlive their backward, unsharded or reduced (see [Note: Two ways to accumulate] in
 ``runtime.accumulation``). The first backward of a window allocates them where it accumulates them; reduced ones stay where
-the reduction has put them, unless they are added up in a wider dtype. Later ones, and the one that returns them, find them
-allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the caller names them
-(:class:`PendingGrads`).
+the reduction has put them, unless they are added up in a wider dtype. In later ones, and in the one that returns them,
+they are already allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the
+caller names them (:class:`PendingGrads`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .costs import PERSISTENT, Allocation, Row, device_of, reduced_gradients, un
 
 
 def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
-    """Return the gradients that a backward leaves under ``no_sync``.
+    """Return the gradients that a backward leaves unreduced under ``no_sync``.
 
-    Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
+    Those that it reduces and returns count as unsharded, as it would leave them under ``no_sync``.
     """
     found: dict[Bucket, Allocation] = {}
     for e in map(effects, bsyms):
@@ -112,11 +112,11 @@ def memory_of_communication(
 ) -> Iterator[Lifetime]:
     """Return the memory outside the slots (casts, workspaces, receive buffers) that is alive in a step.
 
-    Casts and workspaces that any step allocates stay for all steps. Receive buffers that steps without a release have
-    left stay until the first release of this one.
+    Casts and workspaces that any step allocates stay for all steps. Receive buffers of steps without a release stay
+    until the first release of this one.
 
     Args:
-        pending_grads: the gradients that earlier backwards under ``no_sync`` have left.
+        pending_grads: the unreduced gradients of earlier backwards under ``no_sync``.
         others: other steps that have run.
     """
     end = len(rows) - 1
@@ -164,7 +164,7 @@ def releases(step: Sequence[Row]) -> bool:
 def _receive_buffers(step: Sequence[Row], kept: Collection[Hashable]) -> list[Lifetime]:
     """Return the buffers into which reductions receive, each from its first use until it is freed.
 
-    A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
+    A reduction uses an idle buffer again. A release frees idle ones, and those in use after their wait.
 
     Args:
         kept: keys of the gradients that exist before.
@@ -199,7 +199,7 @@ def _receive_buffers(step: Sequence[Row], kept: Collection[Hashable]) -> list[Li
 
 
 def _is_new(m: Allocation, before: Collection[Hashable], kept: Collection[Hashable]) -> bool:
-    """Return whether a symbol allocates this memory, given keys of what exists before the step and before the symbol."""
+    """Return whether a symbol allocates this memory, given the keys of memory before the step and before the symbol."""
     if m.only_with is not None and m.only_with not in before:
         return False
     return m.scope in ("value", "call") or (m.scope == "persistent" and m.owner not in kept)
@@ -231,7 +231,7 @@ def slots_in_use(step: Analysis) -> list[int]:
     """Return the bytes of arenas that hold unsharded parameters or gradients in each statement, each byte counted once.
 
     Args:
-        step: that of traces with slots.
+        step: the analysis of traces with slots.
     """
     nbytes = bytes_at(spans_of([live for live in step.slots.values() if live.slot is not None]), len(step.bsyms))
     return [n for n, bsym in zip(nbytes, step.bsyms, strict=True) if is_statement(bsym)]
@@ -250,11 +250,11 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
 def arena_allocations(step: Sequence[Row], others: Iterable[Sequence[Row]]) -> dict[Arena, list[tuple[int, int]]]:
     """Return for each arena the positions, first and last included, between which its memory is allocated.
 
-    An arena that is freed is allocated from its next use on; one that nothing frees, all the time, as is one that another
-    step never frees.
+    An arena that this step frees is allocated from its first use, or its next one, on. One that it uses and does not
+    free is allocated all the time, as is one that only other steps use, of which one never frees it.
 
     Args:
-        step: with slots.
+        step: the rows of traces with slots.
         others: other steps that have run.
     """
     begins: dict[Arena, int] = {}
