@@ -1,6 +1,6 @@
 """The pytest plugin: ``schedule_snapshot`` pins the schedule of a model in a file next to the test.
 
-pytest loads this file in every run, and with the package torch and Thunder; ``-p no:thunder_fsdp_sched`` omits it.
+pytest loads this file in every run, and with it torch and Thunder; ``-p no:thunder_fsdp_sched`` disables it.
 """
 
 from __future__ import annotations

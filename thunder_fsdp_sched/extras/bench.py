@@ -1,8 +1,8 @@
 """Steps of a user's own model, measured beside PyTorch's FSDP2 and DDP.
 
 [Note: A system that fails]
-Each system communicates over a process group of its own, and the ranks agree on the outcome of whatever it does over
-another one. A rank on which it fails leaves the system's group first, so that ranks that wait there fail, too. With NCCL
+Each system communicates over a process group of its own. Over another one, the ranks agree on the outcome of each of
+its calls. A rank on which it fails leaves the system's group first, so that ranks that wait there fail, too. With NCCL
 the host waits for the device only after the ranks have agreed. Then all ranks drop the system, and measure the others.
 """
 
@@ -32,13 +32,13 @@ from .reports.exposed import exposed_communication
 from .reports.texts import milliseconds, plain_table
 
 PROFILED = 3
-"""How many steps of each system are profiled after the rounds on GPUs, for their exposed communication."""
+"""The number of steps of each system that are profiled after the rounds on GPUs, for their exposed communication."""
 
 TOLERANCE, LOW_TOLERANCE = 1e-3, 2e-2
-"""By how much losses may differ, relative or absolute: those of models in float32 or float64, and in lower precision."""
+"""Tolerances of losses, relative or absolute: for models in float32 or float64, and in lower precision."""
 
 Seconds = Callable[[], float]
-"""Waits for the device, and returns how long something took."""
+"""A function that waits for the device and returns a duration."""
 
 
 class Disagreement(Exception):
@@ -47,16 +47,16 @@ class Disagreement(Exception):
 
 @dataclass
 class System:
-    """A system, and what was measured of it on the rank that needs most.
+    """A system and its measurements, on the rank that needs most.
 
     Attributes:
-        error: why it failed; empty if it did not.
+        error: the reason of its failure; empty if it has not failed.
         loss: the loss of the last step on this rank.
         first_seconds: from applying it to the module until the first step has finished.
-        seconds: of a step, in each round.
+        seconds: seconds of a step, in each round.
         exposed_seconds: the exposed communication of each profiled step.
         peak_bytes: memory at the peak of a step: on CUDA the allocator's; on a CPU that of our traces, as predicted.
-        sent_bytes: what a rank sends in a step by our schedule.
+        sent_bytes: bytes that a rank sends in a step by our schedule.
     """
 
     name: str
@@ -181,8 +181,8 @@ def measure(
     """Measure systems in turns, on all ranks of the default process group, which get the same figures.
 
     Args:
-        steps: how many steps a system takes in each round.
-        show: is called with what is done next.
+        steps: number of steps that a system takes in each round.
+        show: a function that is called with a description of each phase.
 
     Raises:
         Disagreement: the losses of the systems differ after the first step.
@@ -214,7 +214,7 @@ def measure(
 
 
 def _check_losses(systems: Sequence[System], setup: Setup, control: Any) -> None:
-    """Raise an error on all ranks if the losses of some systems are not those of the others on some rank."""
+    """Raise an error on all ranks if the losses of systems differ on some rank."""
     by_rank = gather({system.name: float(system.loss) for system in systems if system.loss is not None}, control)
     parameters = systems[0]._state[0].parameters() if systems else ()
     is_low = setup.policy is not None or any(p.dtype.itemsize < 4 for p in parameters)
@@ -235,7 +235,7 @@ def _check_losses(systems: Sequence[System], setup: Setup, control: Any) -> None
 
 
 def bench_table(systems: Sequence[System], model: str, rounds: int, steps: int) -> Table:
-    """Return the table of what was measured."""
+    """Return the table of measurements."""
     setup = systems[0].setup
     on_gpu, threads = setup.device.type == "cuda", torch.get_num_threads()
     device = (

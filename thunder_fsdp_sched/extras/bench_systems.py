@@ -1,6 +1,6 @@
-"""The systems of ``bench``: how FSDP2, DDP and this package are applied to a model that they do not know.
+"""The systems of ``bench``: how FSDP2, DDP and this package are applied to any model.
 
-Here are also the ranks that train it, its loss, and the bytes that our traces send and need.
+Also here: the ranks that train it, its loss, and the bytes that our traces send and need.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _SPELLINGS = {
     "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(model, path)",
 }
 OPTIONS = {name: spelling for names, spelling in _SPELLINGS.items() for name in names.split()}
-"""How options of earlier releases, FSDP, DDP and DeepSpeed are spelled."""
+"""The spelling of options of earlier releases, FSDP, DDP and DeepSpeed."""
 
 _NO_SYNC = "run the micro-batches that are not to be reduced in `with model.no_sync():`"
 _GATHERED = (
@@ -83,7 +83,7 @@ _METHODS = {
 
 
 def fix_of(name: str) -> str:
-    """Return what to do instead of calling the method ``name``."""
+    """Return the advice that replaces a call of the method ``name``."""
     return _METHODS.get(
         name, "it is a method of another library; docs/from-fsdp2.md lists what takes the place of which"
     )

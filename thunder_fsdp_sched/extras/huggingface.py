@@ -26,8 +26,8 @@ def save_pretrained(model: torch.nn.Module, folder: str | os.PathLike[str], **op
     """Save a sharded model with its own ``save_pretrained``, from the first rank; a collective.
 
     ``from_pretrained`` of transformers or PEFT loads the result, which has the exact values of the parameters. Parameters
-    are gathered one by one. The first rank collects them in host memory: all that are saved, so only the adapters of a
-    PEFT model.
+    are gathered one by one. The first rank collects in host memory those that are saved, so only the adapters of a PEFT
+    model.
 
     Cost, on any number of ranks: four exchanges, and a round of agreement and a gather for each bucket.
 

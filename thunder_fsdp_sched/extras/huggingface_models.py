@@ -1,13 +1,13 @@
 """Models of Hugging Face: lookasides with which Thunder traces them, errors instead of saving rows, and accelerate.
 
 [Note: Tracing models of transformers]
-transformers 5 decorates ``forward`` of its models to collect intermediate outputs on request. The decorator stores what
-it collects in a variable of its own class (``CompileableContextVar``), which is a ``ContextVar``, or a plain attribute if
-something is compiled. Thunder says that it compiles, and then refuses to trace the assignment. The lookasides, which
-exist only in the compile data of the sharded module, make the assignment do nothing if nothing is to be collected.
+transformers 5 decorates ``forward`` of its models to collect intermediate outputs on request. The decorator stores the
+outputs in a variable of its own class (``CompileableContextVar``), which is a ``ContextVar``, or a plain attribute if
+something is compiled. Thunder reports that it compiles, and then refuses to trace the assignment. The lookasides, which
+exist only in the compile data of the sharded module, make the assignment do nothing if no output is requested.
 
-What cannot be traced is refused with an error that says what to change: collecting intermediate outputs, and caches of
-keys and values, which are objects that forward changes.
+Two things cannot be traced: collecting intermediate outputs, and caches of keys and values, which are objects that
+forward changes. They are refused with errors that say what to change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..runtime.row_dtensor import DTENSORS
 
 
 def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return what replaces functions of transformers while Thunder traces; nothing if transformers is not imported."""
+    """Return the replacements of functions of transformers while Thunder traces; none if it is not imported."""
     found: dict[Callable[..., Any], Callable[..., Any]] = {}
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "CompileableContextVar", None)
     if collector is not None:
@@ -72,8 +72,8 @@ def prepare(module: torch.nn.Module, compile_data: Any) -> None:
 def _refuse_save_pretrained(module: torch.nn.Module) -> None:
     """Make ``save_pretrained`` of ``module`` and its submodules an error, unless it is given whole values.
 
-    Their own method would save what ``state_dict`` returns, of which each rank has some rows. The attributes of these
-    objects hide the method; the classes stay as they are.
+    Their own method would save the result of ``state_dict``, of which each rank has only some rows. The attributes of
+    these objects hide the method; the classes stay as they are.
     """
     for submodule in module.modules():
         if callable(getattr(type(submodule), "save_pretrained", None)):

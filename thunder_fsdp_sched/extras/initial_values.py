@@ -4,7 +4,7 @@
 With ``broadcast_from``, all other ranks may have made the module on the meta device, so that a host holds its values
 once. The rank that broadcasts tells the others on which device it has each tensor. Tensors that it has on the meta
 device are initialized by ``param_init_fn`` on all ranks; the others are broadcast. A rank receives the parameters one
-after the other in the same memory, and keeps its rows. Buffers and ``ignored_params`` it receives whole.
+after the other in the same memory, and keeps its rows. It receives buffers and ``ignored_params`` whole.
 
 [Note: Uninitialized values]
 Memory for tensors from the meta device is filled with ``nan``, or with an extreme integer. A tensor that has only such
@@ -62,7 +62,7 @@ def refuse_blank(model: ThunderModule, began_on_meta: Collection[str]) -> None:
     """Raise an error if parameters or buffers have not been initialized.
 
     Args:
-        began_on_meta: the names of those that have had no values.
+        began_on_meta: the names of those that began without values.
 
     Raises:
         RuntimeError: names them.

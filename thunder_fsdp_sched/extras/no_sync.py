@@ -1,4 +1,4 @@
-"""Accumulation of gradients under ``no_sync``: its symbols, and what they run.
+"""Accumulation of gradients under ``no_sync``: its symbols and their functions.
 
 ``fsdp_accumulate_grads(bucket_h_0, dw, db)`` adds whole gradients to the bucket's sum. With ``accumulate="sharded"`` they
 are reduced, and ``fsdp_accumulate_reduced(bucket_h_0, ft1)`` waits and adds this rank's rows to another sum: see [Note: Two
@@ -71,7 +71,7 @@ def add_grads(bucket: Bucket, grads: Mapping[int, torch.Tensor]) -> None:
 
 
 def add_reduced(bucket: Bucket, shard: torch.Tensor, indices: Iterable[int]) -> None:
-    """Add the flat reduced gradients of these parameters, of which the rows of all others are 0; may keep ``shard``."""
+    """Add the flat reduced gradients of these parameters; all other rows are 0. It may keep ``shard``."""
     sums = bucket.accumulation
     sums.begin()
     if sums.sharded is None:
@@ -96,10 +96,10 @@ def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
 
 
 def reduce_sums(bucket: Bucket, *, scatters: bool) -> None:
-    """Reduce what a window has left of a bucket, on some rank at least.
+    """Reduce a bucket's unreduced gradients, which exist on at least one rank.
 
     Args:
-        scatters: whether some rank has left unsharded gradients.
+        scatters: whether those of some rank are unsharded.
     """
     spec = bucket.spec
     slot = bucket.temporary_slot(spec.reduce_dtype)
@@ -142,7 +142,7 @@ fsdp_reduce_unreduced = register("fsdp_reduce_unreduced", reduce_unreduced, _red
 
 
 def accumulate(bucket: Bucket, grads: Sequence[TensorProxy | None], mode: AccumulationMode) -> list[BoundSymbol]:
-    """Return the bound symbols that add gradients of a bucket to its sums, in the given way."""
+    """Return the bound symbols that add gradients of a bucket to its sums, by the given mode."""
     if mode == "unsharded":
         return [fsdp_accumulate_grads.bind(bucket, *grads, output=None)]
     future = fsdp_reduce_scatter.meta(bucket, None, *grads)
@@ -153,7 +153,7 @@ def accumulate(bucket: Bucket, grads: Sequence[TensorProxy | None], mode: Accumu
 
 
 def reduce_left(bucket: Bucket, **hook: str) -> BoundSymbol:
-    """Return the bound symbol of backward that reduces what a window has left of a bucket."""
+    """Return the bound symbol of backward that reduces a bucket's unreduced gradients."""
     idle: BoundSymbol = fsdp_reduce_unreduced.bind(bucket, **hook, output=None)
     idle.tags.add(BoundSymbolTag.BACKWARD)
     return idle

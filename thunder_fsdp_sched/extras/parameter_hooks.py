@@ -1,10 +1,10 @@
 """The hooks of sharded parameters.
 
 [Note: Hooks of parameters]
-Under ``no_sync`` a compiled backward returns no gradients, and autograd then calls a parameter's hooks all the same: tensor
-hooks with ``None``, and post-accumulate-grad hooks before there is a ``.grad``. FSDP2 calls no hooks in such a backward, and
-neither do we: a hook runs once in each window, with the reduced gradient. So a hook is registered inside of an object that
-skips it. A post-accumulate-grad hook does not get the gradient; a tensor hook of ours notes whether there was one.
+Under ``no_sync`` a compiled backward returns no gradients, but autograd still calls a parameter's hooks: tensor hooks
+with ``None``, and post-accumulate-grad hooks before there is a ``.grad``. FSDP2 calls no hooks in such a backward, and
+neither do we: a hook runs once in each window, with the reduced gradient. So each hook is wrapped in a function that
+skips it. A post-accumulate-grad hook does not get the gradient, so a tensor hook of ours records whether there was one.
 
 A gradient that only earlier micro-batches of a window have is not returned to autograd by the backward that ends the window
 (``Accumulation.deferred``), so :func:`accumulate` runs the hooks, in the order of autograd.
@@ -24,7 +24,7 @@ from ..private_torch import hooks_of, set_hooks
 
 
 class _GradientNoted:
-    """A tensor hook that notes whether the latest backward had a gradient."""
+    """A tensor hook that records whether the latest backward had a gradient."""
 
     has_gradient = False
 
@@ -36,14 +36,14 @@ Hook: TypeAlias = "Callable[[Any], Any]"
 
 
 def guarded_hook(param: torch.Tensor, hook: Hook) -> Hook:
-    """Return a tensor hook as it is registered: that of a parameter is skipped in a backward without a gradient."""
+    """Wrap a tensor hook to be registered: that of a parameter is skipped in a backward without a gradient."""
     if not isinstance(param, torch.nn.Parameter):
         return hook
     return lambda grad: None if grad is None else hook(grad)
 
 
 def guarded_accumulated_hook(param: torch.Tensor, hook: Hook) -> Hook:
-    """Return a post-accumulate-grad hook as it is registered; see [Note: Hooks of parameters]."""
+    """Wrap a post-accumulate-grad hook to be registered; see [Note: Hooks of parameters]."""
     if not isinstance(param, torch.nn.Parameter):
         return hook
     noted = _noted(param)
@@ -51,7 +51,7 @@ def guarded_accumulated_hook(param: torch.Tensor, hook: Hook) -> Hook:
 
 
 def take_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-    """Let the sharded parameter ``new`` have the hooks of ``old``, which their handles can still remove."""
+    """Give the sharded parameter ``new`` the hooks of ``old``, which their handles can still remove."""
     hooks, accumulated_hooks = hooks_of(old)
     for number, hook in hooks.items():
         hooks[number] = guarded_hook(new, hook)

@@ -108,7 +108,7 @@ def pinned_schedule(
     """Return the pinned schedule of a trace: the one for the same compute, or else the first of the same mode.
 
     Args:
-        steps: all that are pinned.
+        steps: all pinned schedules.
         forward: the schedule of the forward trace, if this is the backward trace.
 
     Raises:
@@ -128,7 +128,7 @@ def pinned_schedule(
 def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
     """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays.
 
-    Ranks may write the same path at once: who reads it finds a whole file, of one of them.
+    Ranks may write the same path at once: a reader finds the complete file of one of them.
     """
     content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
     path = Path(path).resolve()  # a link stays one
@@ -159,7 +159,7 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
 
 
 def _read(value: Any, annotation: Any, at: str) -> Any:
-    """Return what the JSON value at a path of the file stands for, by the types of the fields of dataclasses."""
+    """Return the Python value of the JSON value at a path of the file, by the types of the dataclasses' fields."""
     options = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if value is None and types.NoneType in options:
         return None

@@ -4,12 +4,12 @@
 With ``Sharding(secondary_ranks=N)``, the ranks that share a bucket form subgroups of N successive ranks. After its gather in
 forward each rank copies its part of the unsharded bucket, the secondary shard, so that each subgroup has the whole
 bucket. Backward gathers it within the subgroup. If that is a node, only forward's gather and the reduction use the links
-between nodes. ZeRO++ calls this hierarchical partitioning (hpZ, arXiv:2306.10209), and FSDP2 has it under the name of the
-option.
+between nodes. ZeRO++ calls this hierarchical partitioning (hpZ, arXiv:2306.10209), and FSDP2 has it as
+``reshard_after_forward=N``.
 
-The *secondary* of a bucket is an alias with the same unsharded buffer, divided among the N ranks: a rank's part is what N
-ranks' worth of successive shards fill, so cuts stay on rows and nothing is interleaved anew. Its *primary* is the bucket
-that forward gathers. Both gather the same values into the same places, so a slot may hold either.
+The *secondary* of a bucket is an alias with the same unsharded buffer, divided among the N ranks: each has the elements
+of a run of successive shards, so cuts stay on rows and the order of elements does not change. Its *primary* is the
+bucket that forward gathers. Both gather the same values into the same places, so a slot may hold either.
 
 The secondary shard is a value of the trace: forward returns it for backward, like an activation. So each backward reads
 the secondary shard of its own forward, no shard outlives an exception, and memory plans count its bytes. It is already
@@ -78,7 +78,7 @@ def secondary_of(primary: Bucket) -> Bucket | None:
 
 
 def over_fewer_ranks(layout: Layout, world_size: int) -> Layout:
-    """Return the layout in which so many ranks own what runs of successive ranks own here.
+    """Return the layout in which each of ``world_size`` ranks owns the elements of a run of successive ranks.
 
     The unsharded buffer is the same. ``world_size`` divides the number of ranks.
     """
@@ -100,12 +100,12 @@ def over_fewer_ranks(layout: Layout, world_size: int) -> Layout:
 def copy_secondary_shard(
     bucket: Bucket, flight: InFlight, token: _Token, *params: torch.Tensor
 ) -> tuple[torch.Tensor, _Token]:
-    """Return this rank's secondary shard of a bucket that has been gathered, and the token.
+    """Return this rank's secondary shard of a gathered bucket, and the token.
 
     Args:
         bucket: the secondary.
         flight: the gather of its primary, which has been waited for.
-        params: the unsharded parameters, which are read here for the last time at the earliest.
+        params: the unsharded parameters: because they are read here, they stay in their slot until here.
     """
     spec, slot = bucket.spec, flight.slot
     assert slot is not None

@@ -1,4 +1,4 @@
-"""The tensor that a gather sends of a shard on the CPU: a copy of it on the device.
+"""The tensor that a gather sends for a shard on the CPU: its copy on the device.
 
 [Note: Writes to offloaded shards]
 A shard in pinned memory is copied to the GPU asynchronously, but the user may write it on the host at any time: an

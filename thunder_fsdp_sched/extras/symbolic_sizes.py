@@ -1,15 +1,16 @@
 """Sizes of inputs that a trace with symbolic values has fixed.
 
 [Note: Symbolic sizes]
-With ``cache="symbolic values"`` a size is a proxy, and a trace runs for other sizes. But a program, or Thunder, may decide
-by the value of a size, and the trace has the decision only. Thunder checks this for numbers among the arguments, and not for
-sizes. So here each size is checked by its value
+With ``cache="symbolic values"`` a size is a proxy, and a trace runs for other sizes, too. But a program, or Thunder,
+may branch on the value of a size, and the trace contains only the branch that was taken. Thunder checks that for
+numbers among the arguments, but not for sizes. So here the value of a size is checked
 
-- whose value Python code gets: a condition, ``range``, ``int``, a comparison of tuples, a slice of a list, a key;
-- on which such a value depends, through operators on numbers;
-- or which an operator reads that is not known to compute with proxies alone (``_COMPUTES_WITH_PROXIES``), such as ``chunk``;
+- if Python code gets it: a condition, ``range``, ``int``, a comparison of tuples, a slice of a list, a key;
+- if such a value is computed from it, by operators on numbers;
+- or if an operator reads it that is not known to compute with proxies alone (``_COMPUTES_WITH_PROXIES``), such as
+  ``chunk``.
 
-and of all other sizes it is checked whether they are 1, because then Thunder broadcasts them.
+All other sizes are checked only for being 1 or not, because Thunder broadcasts sizes of 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _COMPARED: dict[str, Callable[[int], Iterable[int]]] = {
     "MAP_ADD": lambda _: (-2,),
     "SET_ADD": lambda _: (-1,),
 }
-"""Instructions that compare values, or keys by their hashes, and where on the stack these are, by the argument."""
+"""Instructions that compare values, or keys by their hashes; their positions on the stack, by the argument."""
 
 _GETS_NO_VALUES = frozenset({slice.__new__, object.__init__})
 """Functions of C that create a slice, and keep its bounds as they are. Thunder calls them for ``x[:n]`` on Python 3.12."""
@@ -58,7 +59,7 @@ _COMPARING = frozenset(
 
 
 class Sizes:
-    """The sizes of input tensors, and those whose values the program has got."""
+    """The sizes of input tensors, and those whose values the program has read."""
 
     def __init__(self) -> None:
         self._paths: dict[str, list[tuple[Path, Any]]] = {}  # of each size, by name, with its value
@@ -66,21 +67,21 @@ class Sizes:
         self._got: dict[str, NumberProxy] = {}
 
     def add_number(self, path: Path, number: NumberProxy) -> None:
-        """Note a number that the program reads from its arguments or its module."""
+        """Record a number that the program reads from its arguments or its module."""
         self._numbers.append((path, number))
 
     def add(self, path: Path, tensor: TensorProxy) -> None:
-        """Note an input tensor."""
+        """Record an input tensor."""
         for dim, size in enumerate(shape_of(tensor)):
             if isinstance(size, NumberProxy):
                 paths = self._paths.setdefault(size.name, [])
                 paths.append(((*path, (ATTRIBUTE, "shape"), (ITEM, dim)), size.value))
 
     def note_call(self, function: Any, is_interpreted: bool, args: Sequence[Any]) -> None:
-        """Note the arguments whose values a function of C gets.
+        """Record the arguments whose values a function of C gets.
 
         Args:
-            is_interpreted: whether it has a lookaside. Those of containers get the values of slices and keys alone.
+            is_interpreted: whether it has a lookaside. Lookasides of containers get only the values of slices and keys.
         """
         if not is_opaque(function) or function in _GETS_NO_VALUES:
             return
@@ -95,7 +96,7 @@ class Sizes:
                 self._note(value, inside=inside)
 
     def interpret(self, interpret: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
-        """Note what an instruction compares."""
+        """Record the operands that an instruction compares."""
         for position in _COMPARED[inst.opname](inst.arg) if inst.opname in _COMPARED else ():
             operand = unwrap(state["stack"].getitem_wrapped(position))
             if not isinstance(operand, NumberProxy) or inst.opname != "COMPARE_OP":
@@ -160,7 +161,7 @@ elements is an error.)"""
 
 
 def _sizes_got_by(prim: BoundSymbol, made_by: Mapping[str, BoundSymbol]) -> Sequence[Any]:
-    """Return the sizes on whose values the result of a prim, or its gradient, may depend otherwise than as proxies."""
+    """Return the sizes whose values, not only proxies, may influence the result of a prim or its gradient."""
     tensors = [p for p in (*prim.flat_proxy_args, *prim.flat_proxy_outs) if isinstance(p, TensorProxy)]
     if prim.sym.id in _COMPUTES_WITH_PROXIES or not tensors:
         return ()
@@ -179,6 +180,6 @@ def _sizes_got_by(prim: BoundSymbol, made_by: Mapping[str, BoundSymbol]) -> Sequ
 def _is_sliced_by_proxies(size: Any, begin: Any, end: Any, *, is_constant: bool) -> bool:
     if is_constant and isinstance(end, NumberProxy):
         return isinstance(begin, NumberProxy) or bool(begin == 0)
-    if isinstance(size, NumberProxy):  # all of it
+    if isinstance(size, NumberProxy):  # the whole dimension
         return isinstance(begin, int) and begin == 0 and isinstance(end, NumberProxy) and end.name == size.name
     return not (isinstance(begin, NumberProxy) or isinstance(end, NumberProxy))

@@ -10,9 +10,9 @@ allocation. Peers' pieces are read at offsets from its beginning, so it has to b
 is checked. Its two barriers share one signal pad: they are all issued on one side stream, where none overtakes another.
 
 [Note: The workspace of reductions]
-Reductions go through a workspace that torch keeps for each process group. For a larger reduction torch replaces it and frees
-the old one at once, while other ranks may still read that. So the workspace of the largest bucket is reserved when buckets
-are made, when all ranks have finished what used an earlier one.
+Reductions go through a workspace that torch keeps for each process group. For a larger reduction torch replaces it and
+frees the old one at once, while other ranks may still read it. So the workspace of the largest bucket is reserved when
+buckets are created, once all ranks have finished using an earlier one.
 
 [Note: Processes that see one GPU each]
 torch compares the devices of ranks by their index, which is 0 on each rank if ``CUDA_VISIBLE_DEVICES`` shows it one GPU. So
@@ -68,7 +68,7 @@ class SymmetricMemory(Flat):
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
         self._devices = devices
-        # The place of each shard in shared memory. Keys are weak, so that all processes unmap an allocation when its
+        # The location of each shard in shared memory. Keys are weak, so that all processes unmap an allocation when its
         # buckets are freed.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -90,7 +90,7 @@ class SymmetricMemory(Flat):
         super().check(device, dtypes, ranks)
 
     def _compare_devices(self, device: torch.device, group: ProcessGroupRef) -> None:
-        """See [Note: Processes that see one GPU each]. A collective of O(1) messages a rank, at most once in a process.
+        """Compare the devices of ranks; a collective of O(1) messages a rank, at most once in a process.
 
         Raises:
             ValueError: ranks are on several hosts, or share a GPU.
@@ -113,7 +113,7 @@ class SymmetricMemory(Flat):
     def allocate_together(
         self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: BucketRanks, *, workspace: int
     ) -> list[torch.Tensor]:
-        """See [Note: One symmetric allocation for many shards]. A collective, at the same place on all ranks."""
+        """Allocate shards together, a collective; see [Note: One symmetric allocation for many shards]."""
         if workspace:
             self._reserve_workspace(workspace, device, ranks.reductions.process_group)
         offsets = [0]
@@ -130,7 +130,7 @@ class SymmetricMemory(Flat):
         return shards
 
     def _reserve_workspace(self, nbytes: int, device: torch.device, group: ProcessGroup) -> None:
-        """See [Note: The workspace of reductions]."""
+        """Reserve the workspace of reductions; see [Note: The workspace of reductions]."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         group.barrier().wait()
@@ -190,7 +190,7 @@ class SymmetricMemory(Flat):
         )
 
     def reduce_workspace(self, spec: BucketSpec) -> int:
-        """See torch's ``_low_contention_reduce_scatter``: gradients are not in symmetric memory, so it copies them there."""
+        """Return the bytes of gradients: torch's ``_low_contention_reduce_scatter`` copies them to symmetric memory."""
         return max(segment_bytes(spec, spec.reduce_dtype), default=0)
 
     def reduce_temporary(self, spec: BucketSpec) -> int:
@@ -229,9 +229,9 @@ class _ReadableShard:
 class PeerMemory:
     """The memory that peers read, from which buckets with the same transport, device and ranks send.
 
-    Each allocation is a collective. The first bucket that takes its memory allocates that of all buckets announced so far,
-    in the order of their names: ranks that differ announce what their own traces need first. All ranks have announced the
-    same buckets by then: those of the plan, later those of their traces, merged ones included.
+    Each allocation is a collective. The first bucket that takes its memory allocates that of all buckets announced so
+    far, in the order of their names, because ranks that differ announce the buckets of their own traces first. All
+    ranks have announced the same buckets by then: those of the plan, later those of their traces, merged ones included.
     """
 
     def __init__(self, transport: Transport, device: torch.device, ranks: BucketRanks) -> None:

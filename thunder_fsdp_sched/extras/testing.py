@@ -58,7 +58,7 @@ __all__ = [
 
 
 def compiled_traces(subject: Subject) -> CompiledTraces:
-    """Return what was compiled last for a subject, which must not be a single trace."""
+    """Return the last compiled traces of a subject, which must not be a single trace."""
     if isinstance(subject, CompiledTraces):
         return subject
     if isinstance(subject, TraceCtx):
@@ -148,7 +148,7 @@ def _wait_for(future: str, live: Analysis) -> int:
 
 @_on_every_trace
 def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
-    """Assert that each wait is right before its first consumer, except for other waits with that consumer and gathers.
+    """Assert that only gathers and other waits of the same consumer are between a wait and its first consumer.
 
     With ``max_gathers_in_flight``, a gather is issued after the wait that makes room for it.
     """

@@ -31,7 +31,7 @@ class FSDPSched(thunder.Plugin):
 
 
 class _TraceEachMode(Transform):
-    """Lets a module have traces for training, for evaluation, and for each choice of trainable parameters.
+    """A transform that keeps traces for training, for evaluation, and for each choice of trainable parameters.
 
     Thunder's recipes remove the checks that decide whether a trace fits the module (``PrunePrologueChecks``). A trace
     for training would then run after ``model.eval()``, with dropout.

@@ -116,7 +116,7 @@ def _save_folder(path: Path, parts: _Objects, others: dict[str, Any]) -> None:
     group = parts.sharded.world_group
 
     def begin() -> tuple[Path, Path]:
-        """Return the folder of the checkpoint, and that to save into."""
+        """Return the folder of the checkpoint, and the folder to save into."""
         own = path.resolve()
         clean_up(own)
         new = new_beside(own) if is_checkpoint(own) else own
@@ -319,7 +319,7 @@ def new_beside(path: Path) -> Path:
 
 
 def replace(path: Path, new: Path) -> None:
-    """Let ``new``, a complete folder or file, take the place of ``path``, if there is one; see the note above."""
+    """Replace ``path``, if it exists, by ``new``, a complete folder or file; see [Note: Replacing a checkpoint]."""
     if path.exists() and (path.is_dir() or new.is_dir()):
         os.rename(path, _old_beside(path))
         sync(path.parent)  # else a crash may leave the new one alone, without the other files of the folder
@@ -329,13 +329,13 @@ def replace(path: Path, new: Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """Return where the checkpoint ``path`` is: elsewhere if a process was killed while replacing it."""
+    """Return the location of the checkpoint ``path``: another one if a process was killed while replacing it."""
     old = _old_beside(path)
     return old if old.exists() and not path.exists() else path
 
 
 def clean_up(path: Path) -> None:
-    """Undo or finish what a process that was killed has begun, before ``path`` is saved again."""
+    """Undo or finish the replacement that a killed process has begun, before ``path`` is saved again."""
     if (old := find(path)) != path:
         os.rename(old, path)
     _discard_old(path)

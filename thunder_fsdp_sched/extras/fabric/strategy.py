@@ -3,7 +3,7 @@
 [Note: Two packages of Fabric]
 The distribution ``lightning`` has Fabric as ``lightning.fabric``; ``lightning-fabric`` and ``pytorch-lightning`` have it as
 ``lightning_fabric``. Each package has its own classes, and a ``Fabric`` accepts strategies of its own package only. Both
-may be installed. So classes of ours derive from those of the package that has been imported when they are; of
+may be installed. So our classes derive from those of the package that has been imported before them; from those of
 ``lightning.fabric`` if both or neither have been imported, and both are installed.
 """
 
@@ -68,7 +68,7 @@ class ShardedMixedPrecision(_plugins.MixedPrecision):  # type: ignore[name-defin
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``. The latter scales the loss.
         device: the type of the device, such as ``"cuda"``.
-        scaler: for ``"16-mixed"``. A ``ShardedGradScaler`` with its settings takes the place of another scaler.
+        scaler: for ``"16-mixed"``. Another scaler is replaced by a ``ShardedGradScaler`` with its settings.
     """
 
     precision: str
@@ -102,7 +102,7 @@ def _sharded(scaler: torch.amp.GradScaler | None, device: str) -> ShardedGradSca
 
 
 def for_shards(precision: Any) -> Any:
-    """Return a precision plugin for sharded modules that does what ``precision``, one of Fabric's, is for.
+    """Return the precision plugin for sharded modules that corresponds to ``precision``, one of Fabric's.
 
     Raises:
         TypeError: there is none.
@@ -135,18 +135,18 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     ``fabric.setup(model)``, as with Fabric's ``FSDPStrategy``.
 
     Args:
-        state_dict_type: ``fabric.save`` writes ``"sharded"`` a folder, to which each rank writes its rows, or ``"full"``
-            one file with whole parameters and optimizer state. ``fabric.load`` reads both.
+        state_dict_type: ``"sharded"``: ``fabric.save`` writes a folder, to which each rank writes its rows. ``"full"``:
+            it writes one file with whole parameters and optimizer state. ``fabric.load`` reads both.
         jit_options: other arguments of ``thunder.jit``, such as ``executors``. ``transforms`` run after sharding.
         ranks: as for ``fsdp``, or the sizes ``(replicas, shards)``, because no mesh exists before Fabric launches.
         init: as for ``fsdp``, without ``device``, which is Fabric's. For a module with parameters on the meta device, the
             default of ``param_init_fn`` calls ``reset_parameters`` of each submodule.
         process_group_backend: as for ``DDPStrategy``: the default is NCCL on GPUs, else gloo.
-        timeout: of collectives.
+        timeout: the timeout of collectives.
         start_method: how Fabric starts processes, unless torchrun does.
-        accelerator: Fabric chooses it otherwise, as it does the following three.
+        accelerator: by default Fabric chooses it, and the following three.
         parallel_devices: the devices of this node.
-        cluster_environment: tells ranks and addresses.
+        cluster_environment: the source of ranks and addresses.
         precision: one of Fabric's precision plugins.
         **options: all other options of :func:`thunder_fsdp_sched.fsdp`. With ``precision="bf16-mixed"`` or
             ``"16-mixed"``, the strategy passes ``mp_policy``.
@@ -331,7 +331,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
 
 class _NoSync:
-    """Skips the reduction of gradients in Fabric's ``no_backward_sync``."""
+    """The object that skips the reduction of gradients in Fabric's ``no_backward_sync``."""
 
     def no_backward_sync(self, module: ThunderModule, enabled: bool) -> contextlib.AbstractContextManager[None]:
         find_transform(module)
