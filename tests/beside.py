@@ -33,11 +33,11 @@ class Beside:
 
     Args:
         jit: options of ``thunder.jit``.
-        options: of ``fsdp``.
+        options: the options of ``fsdp``.
 
     Attributes:
-        module: in eager mode.
-        own: the copy, which ``model`` has.
+        module: the module in eager mode.
+        own: the copy, which ``model`` contains.
         both: ``model`` and ``module``.
     """
 
@@ -93,7 +93,7 @@ class Applied(nn.Module):
 
 
 class AppliedEach(nn.Module):
-    """A number for each function of what two blocks, of which one is differentiated, and the outermost module compute."""
+    """Linear layers in two blocks and the outermost module; for each function, the sum of its results on all three."""
 
     def __init__(self, functions: Iterable[Callable[..., torch.Tensor]], width: int = 4) -> None:
         super().__init__()

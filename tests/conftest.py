@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what imports have made, as ``preloaded`` does for forked processes: it lives until the process ends."""
+    """Freeze the objects of imports, which live until the process ends, as ``preloaded`` does for forked processes."""
     remember_frames()
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
 """Backward on a thread of its own, as on a GPU.
 
-Autograd runs what belongs to a GPU on that device's thread, and what belongs to the CPU on the thread that calls it. So
-tests on CPUs run autograd's engine on another thread: all of them in every second backward, those of a table of scenarios
-also in each one (``scenario.each``), and the virtual GPU in each one. As there, the thread has the caller's grad mode and
+Autograd runs the nodes of a GPU on that device's thread, and those of the CPU on the calling thread. So tests on CPUs
+run autograd's engine on another thread: all tests in every second backward, those of a table of scenarios also in each
+one (``scenario.each``), and the virtual GPU in each one. As on a GPU, the thread has the caller's grad mode and
 dispatch modes, but not its context variables.
 """
 
@@ -37,7 +37,7 @@ def backward_on(
     """Run each backward in the context on the thread that calls it, on a thread of its own, or on either in turn.
 
     Args:
-        carry: called on the thread that calls backward, for a context on the other one, with what that needs of the first.
+        carry: a function that is called on the thread that calls backward, and returns a context for the other thread.
     """
     process = os.getpid()
     own = itertools.cycle({"alternating": (True, False), "caller": (False,), "device": (True,)}[thread])

@@ -9,9 +9,9 @@ proves that one order of events is enough: it is the oracle of that proof.
 Two backends differ in what a wait blocks:
 
 * ``GLOO``: a wait blocks the host. Collectives of different groups run concurrently.
-* ``NCCL``: the host goes on, and the wait blocks its compute stream, so also whatever is issued later. A rank runs one
-  collective at a time, across all groups: NCCL does not guarantee more, hence using communicators in different orders is a
-  deadlock.
+* ``NCCL``: the host goes on, and the wait blocks its compute stream and everything that is issued later. A rank runs
+  one collective at a time, across all groups: NCCL does not guarantee more, hence using communicators in different
+  orders is a deadlock.
 
 Rounds of agreement are collectives between hosts with both backends, on the group ``ROUNDS``.
 """
@@ -33,7 +33,7 @@ Programs = Mapping[int, Program]
 
 
 class Backend(NamedTuple):
-    """How a backend runs collectives.
+    """The way in which a backend runs collectives.
 
     Attributes:
         blocks_host: whether a wait blocks the host, otherwise its compute stream.
@@ -71,7 +71,7 @@ def explore(programs: Programs, backend: Backend = GLOO) -> str:
 def seconds_of(
     programs: Programs, of_collective: Callable[[Action], float] = lambda action: 0.0, backend: Backend = GLOO
 ) -> dict[int, float]:
-    """Return when each rank has finished its compute and waits. A host takes no time to issue.
+    """Return the time at which each rank has finished its compute and waits. A host takes no time to issue.
 
     Args:
         of_collective: the seconds of a collective once it runs, with the link to itself.
@@ -142,7 +142,7 @@ class _Execution:
             self._run_ahead(rank)
 
     def key(self) -> object:
-        """Return what of this state later events depend on."""
+        """Return the part of this state on which later events depend."""
         return tuple((r.host, r.device, tuple([a.number for a in r.unfinished])) for r in self.ranks.values())
 
     def following(self) -> Iterator[_Execution]:
@@ -162,7 +162,7 @@ class _Execution:
         return True
 
     def _run_ahead(self, rank: int) -> None:
-        """Let a host that nothing blocks request all up to the next round, which no other rank notices."""
+        """Let an unblocked host issue everything up to the next round, which no other rank notices."""
         state, program = self.ranks[rank], self.programs[rank]
         while not self.backend.blocks_host and state.host < len(program) and not _is_round(program[state.host]):
             state.reached[state.host] = state.host_time
@@ -224,7 +224,7 @@ class _Execution:
     #
 
     def fault(self) -> str:
-        """Return why no further event is possible, empty if all programs have finished."""
+        """Return the reason why no further event is possible; empty if all programs have finished."""
         found = []
         for rank, state in self.ranks.items():
             program = self.programs[rank]

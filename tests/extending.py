@@ -12,7 +12,7 @@ def extended(transform: FSDPTransform, *, no_sync: bool = True) -> FSDPTransform
     """Return the transform, which from now on compiles every step with an extension.
 
     Args:
-        no_sync: whether also micro-batches under ``no_sync`` are.
+        no_sync: whether micro-batches under ``no_sync`` are compiled with it, too.
     """
     begin = transform.begin_compilation
 

@@ -1,13 +1,14 @@
 """Every state in which a crash may leave a folder, from a log of the file operations of the processes that write into it.
 
 [Note: Crashes]
-Before each file operation, a process appends to the log what the folder holds and, for an fsync, of what. So entries differ
-by changes: of a name or, by a rename, of two; and of the data of files. A change is safe after an fsync of its file, or of
-a folder of its names. As POSIX allows, each of the others may survive a crash or not, in whatever order they were made. The
-states at each entry are those with all of these others (as if only the processes had been killed), with none, all but one
-or one of them, and with all but the second half of the data of one file.
+Before each file operation, a process appends the contents of the folder to the log and, for an fsync, its target. So
+entries differ by changes of names (of two by a rename), and of the data of files. A change is safe after an fsync of
+its file, or of a folder of its names. As POSIX allows, each of the others may survive a crash or not, regardless of
+their order. The states at each entry are those with all of these others (as if only the processes had been killed),
+with none, all but one or one of them, and with all but the second half of the data of one file.
 
-Audit hooks see what Python does but for ``os.fsync``, which is replaced. Files that others write appear at the next entry.
+Audit hooks see all operations of Python except ``os.fsync``, which is replaced. Files of other programs appear at the
+next entry.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def record(folder: Path | str, log: Path | str) -> Callable[[], None]:
 
 
 def _scan(folder: Path | str) -> dict[Any, Any]:
-    """Return what ``folder`` holds, with inodes as numbers."""
+    """Return the contents of ``folder``, with inodes as numbers."""
     while True:
         found: dict[Any, Any] = {_ROOT: os.stat(folder).st_ino}
         with contextlib.suppress(FileNotFoundError):  # another process has removed it

@@ -1,12 +1,11 @@
 """Python commands without a new interpreter: in processes forked off the server of ``ranks``, which has imported everything.
 
-Importing torch and Thunder takes longer than most of what tests run as a command. Further Python processes that a command
-starts, such as the workers of torchrun, are forked as well, whether ``subprocess`` or ``multiprocessing`` starts them; but
-not those of ``python -c``.
+Importing torch and Thunder takes longer than most commands of tests. Further Python processes that a command starts,
+such as the workers of torchrun, are forked as well, whether ``subprocess`` or ``multiprocessing`` starts them; but not
+those of ``python -c``.
 
 They differ from fresh interpreters in this: modules have been imported already, sets of strings have the same order in all
-of them, and at the end nothing is torn down but what ``atexit`` knows of. A test that depends on one of these starts an
-interpreter.
+of them, and at the end only functions of ``atexit`` run. A test that depends on one of these starts an interpreter.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from ranks import fork_server
 def run_python(
     *arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 500.0
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``python *arguments`` does without stdin, and return its exit code and what it printed.
+    """Run ``python *arguments`` without stdin, and return its exit code and output.
 
     Args:
-        arguments: a script or ``-m module``, perhaps after ``-u`` or ``-W action``, and what follows it.
-        env: is added to the environment.
+        arguments: a script or ``-m module``, perhaps after ``-u`` or ``-W action``, and its arguments.
+        env: additions to the environment.
         timeout: seconds.
 
     Raises:
@@ -87,12 +86,12 @@ def _instead_of_exec(command: list[str], environment: Mapping[str, str] | None) 
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> int:
-    """Do what ``python *command`` does in this process, and return the exit code."""
+    """Run ``python *command`` in this process, and return the exit code."""
     os.environ.clear()
     os.environ.update(environment)
     if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP read it when it was loaded
         torch.set_num_threads(int(threads))
-    # New ones: what the parent has not yet written is the parent's.
+    # New ones, because the buffered output of the old ones is the parent's.
     sys.stdin, sys.stdout, sys.stderr = (
         open(fd, mode, buffering=1, closefd=False)  # noqa: SIM115
         for fd, mode in enumerate(("r", "w", "w"))
@@ -120,7 +119,7 @@ def _run(command: list[str], environment: Mapping[str, str]) -> int:
 
 
 def _program(command: Sequence[str]) -> Callable[[], Any]:
-    """Return what runs the program, after setting ``sys.argv`` and ``sys.path`` for it."""
+    """Return the function that runs the program, after setting ``sys.argv`` and ``sys.path`` for it."""
     if command[0].startswith("-m"):
         name, *arguments = [command[0][2:], *command[1:]] if len(command[0]) > 2 else command[1:]
         sys.path.insert(0, os.getcwd())

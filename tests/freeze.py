@@ -87,7 +87,7 @@ FROZEN: dict[str, Frozen] = {
 
 
 def dump(case: Frozen) -> str:
-    """Compile a case and return the text of all that must stay."""
+    """Compile a case and return the text of all that must not change."""
     with fake_rank(0, case.world, on=cluster("h100-sxm")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _dump(case)
@@ -145,7 +145,7 @@ def _lines(compiled: Any) -> Iterator[str]:
 
 
 def _statements(trace: Any) -> Iterator[str]:
-    """Return the bound symbols of a trace with numbers for names, and the places of their slots."""
+    """Return the bound symbols of a trace with numbers for names, and the positions of their slots."""
     numbers: dict[str, str] = {}
     handles: dict[int, int] = {}
     for bsym in trace.bound_symbols:
@@ -176,7 +176,7 @@ def versions() -> str:
 
 
 def main(command: str, folder: str = "", regex: str = "") -> None:
-    """Do what the command line asks for."""
+    """Run the command line."""
     if command == "update":
         DIGESTS.write_text(json.dumps(digests(), indent=1) + "\n")
         return

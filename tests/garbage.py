@@ -1,4 +1,4 @@
-"""Garbage that is collected at chosen operations: what a program drops in reference cycles is destroyed at any time."""
+"""Garbage that is collected at chosen operations: objects in reference cycles may be destroyed at any time."""
 
 from __future__ import annotations
 

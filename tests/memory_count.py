@@ -5,7 +5,7 @@ The program of the traces runs with real tensors. A dispatch mode sees every bas
 runtime included, and records the storages that it returns. An input that no operator has returned existed before. A
 storage inside the memory of another one, as each parameter in a slot has it, does not count. After each operator the
 bytes of all storages that still exist are added up; the count of a bound symbol is the most between it and the one before
-it. What the program cannot see are buffers inside a kernel and those of gloo's threads.
+it. Buffers inside a kernel, and those of gloo's threads, are invisible to it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):
     def look(self, position: int) -> None:
         now = self.bytes_now()
         self.bytes_at[position] = max(self.peak, now)
-        self.peak = 0  # what is deleted before the next operator does not count there
+        self.peak = 0  # tensors that are deleted before the next operator do not count there
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:  # its argument is a number, for which torch made a tensor
@@ -139,7 +139,7 @@ def _tracked(trace: TraceCtx, tracker: Tracker, begin: int, agrees: bool) -> Cal
 
 
 def _lasting(buckets: Iterable[Bucket]) -> Iterator[torch.Tensor | None]:
-    """Return what buckets keep between steps."""
+    """Yield the tensors that buckets keep between steps."""
     for bucket in buckets:
         arenas: list[Arena] = [bucket.arena, bucket.private_slot.arena]
         yield bucket.shard
@@ -223,7 +223,7 @@ def count_on_fake_ranks(
     batch: Mapping[str, Any] | None = None,
     window: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, tuple[CompiledTraces, StepMemory, Tracker]]:
-    """Run a step over a fake process group, after one that allocates what lasts; return traces, prediction and count.
+    """Run a step twice on a fake rank, first to allocate lasting memory; return traces, prediction and count.
 
     Args:
         ask: returns ``fsdp(...)``.
@@ -257,7 +257,7 @@ def count_on_fake_ranks(
             with jitted.no_sync():
                 args = flat(other)
             micro_batches.append((transform.compiled[-1], args))
-        for _ in range(2 if window else 0):  # the first window allocates what lasts
+        for _ in range(2 if window else 0):  # the first window allocates lasting memory
             for number, (compiled, args) in enumerate(micro_batches):
                 earlier = [micro_batch for micro_batch, _ in micro_batches[:number]]
                 found[f"number {number} of a window"] = count(compiled, args, earlier)
@@ -271,8 +271,7 @@ class Count:
     """A counted step beside its prediction.
 
     Attributes:
-        wrong: for each position where they differ predicted bytes, counted
-            bytes, and the bound symbol.
+        wrong: for each position at which they differ, predicted bytes, counted bytes, and the bound symbol.
         predicted, counted: the peaks in bytes, without inputs.
     """
 
@@ -295,7 +294,8 @@ def compare(memory: StepMemory, compiled: CompiledTraces, tracker: Tracker) -> C
             number = numbers[id(bsyms[position])]
             at = memory.bytes_at(number)
             predicted.append(sum(at.values()) - at["inputs"])
-            # What these symbols free counts there in the prediction, but not for the tracker, which looks after them.
+            # Memory that these symbols free counts there in the prediction, but not for the tracker, which looks after
+            # them.
             frees = bsyms[position].sym.name in FREES
             # An embedding bag makes one offset more than torch's rule for fake tensors.
             unknown = 8 * ("embedding_bag" in bsyms[position].sym.name)

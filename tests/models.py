@@ -92,7 +92,7 @@ class GPT(nn.Module):
 
     Args:
         tied: the head uses the embedding's weight.
-        block: makes a block of a width. ``FeedForward`` and ``Layer`` compile faster.
+        block: a function that makes a block of a given width. ``FeedForward`` and ``Layer`` compile faster.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Stack(Model):
 
 
 class Chain(Model):
-    """Blocks, one after the other: number ``i`` is what one of ``kinds``, which take turns, returns for ``i``."""
+    """Blocks, one after the other: block ``i`` is ``kind(i)``, where ``kinds`` take turns."""
 
     def __init__(self, *kinds: Callable[[int], nn.Module], count: int = 3) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def modeled(width: int = WIDTH, **members: Any) -> Callable[[Callable[..., Any]]
 
 
 def linears(count: int, width: int = WIDTH) -> Callable[[], nn.ModuleList]:
-    """Return what makes a list of linear layers."""
+    """Return a function that makes a list of linear layers."""
     return lambda: nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
 
@@ -438,11 +438,11 @@ _CASES: tuple[type[Model], ...] = (
     *(ViewsOfParameters, DerivedParameters, MixedDtypes, ScalarLoss, Checkpointed, ExpandedParameters),
 )
 CASES = {re.sub(r"\B(?=[A-Z])", "_", case.__name__).lower(): case for case in _CASES}
-"""By names such as ``uneven_rows``."""
+"""The models, keyed by names such as ``uneven_rows``."""
 
 
 def compile_model(make: Callable[[], Any], world_size: int = 2, **options: Any) -> CompiledTraces:
-    """Return what the first of some ranks compiles for a model of this module, or one with ``inputs`` of its own."""
+    """Return the traces of the first of some ranks for a model of this module, or one with its own ``inputs``."""
 
     def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         model = make()

@@ -155,7 +155,7 @@ class Copy:
         return code
 
     def finish(self, process: int, code: int) -> Outcome:
-        """Return what a process that has ended has found, and take the mutation back.
+        """Return the outcome of a process that has ended, and undo the mutation.
 
         Raises:
             RuntimeError: its tests imported the package from elsewhere.
@@ -193,7 +193,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """Do what the command line asks for; the exit code is 1 if tests fail without a mutation."""
+    """Run the command line; the exit code is 1 if tests fail without a mutation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listed", action="store_true", help="only the listed mutations")
     parser.add_argument("--number", type=int, default=100, help="how many to draw")

@@ -92,7 +92,7 @@ def tests_of(room: str, file: Path, root: Path) -> tuple[str, ...]:
 
 
 def _nodes(node: ast.AST) -> Iterator[Any]:
-    """Yield the nodes that may change: nothing of texts for users, annotations, or what only type checkers read."""
+    """Yield the nodes that may change, none in texts for users, annotations, or code that only type checkers read."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "msg", "decorator_list"):
@@ -114,7 +114,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _changes(node: Any) -> Iterator[tuple[Any, ast.AST]]:
-    """Yield parts of a node with what may take their place."""
+    """Yield parts of a node with their possible replacements."""
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
             ops = [*node.ops[:index], _COMPARISONS[type(operator)](), *node.ops[index + 1 :]]

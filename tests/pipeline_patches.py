@@ -1,4 +1,4 @@
-"""Compile with other passes than the pipeline has."""
+"""Compile with passes other than the pipeline's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thunder.core.trace import TraceCtx
 
 
 def replacing(name: str, function: Callable[[TraceCtx, Any], TraceCtx]) -> contextlib.AbstractContextManager[Any]:
-    """Let another function take the place of the pass of this name."""
+    """Replace the pass of this name by another function."""
     call = passes.Run.__call__
 
     def run(self: passes.Run, pass_: Callable[..., TraceCtx], trace: TraceCtx, **arguments: Any) -> TraceCtx:

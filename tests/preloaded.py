@@ -1,9 +1,9 @@
 """Everything that the fork server of ``ranks`` imports before it forks the first process.
 
-Forked processes collect garbage as Python does by default. The server freezes what imports have made, after collecting
-their garbage: modules, classes and functions, which live until a process ends. Nothing of a test is among them, and what a
-test drops is found as ever, a little more often: Python postpones a full collection until the objects that are new to it
-are a quarter of those that it has looked at before.
+Forked processes collect garbage as Python does by default. After collecting garbage, the server freezes the objects of
+imports: modules, classes and functions, which live until a process ends. None of them belongs to a test. Objects that a
+test drops are found as ever, a little more often: Python postpones a full collection until the new objects are a
+quarter of those that it has examined before.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Case:
         groups: indices of blocks that are sharded over a second process group, of the same ranks.
         kept: indices of blocks for which a function of the module asks for ZeRO-2.
         low: indices of blocks for which a function of the module asks for bfloat16.
-        secondary: over how many ranks parameters are sharded until backward, where that divides the number of ranks.
+        secondary: ``secondary_ranks``, where it divides the number of ranks.
     """
 
     model: ModelSpec
@@ -264,7 +264,7 @@ def _tie(source: nn.Module, target: nn.Module) -> None:
 
 @st.composite
 def models(draw: Any, *, least: int = 1, most: int = 3) -> ModelSpec:
-    """Draw a model with so many blocks at least and at most."""
+    """Draw a model with ``least`` to ``most`` blocks."""
     width = draw(st.integers(2, 6))
     # Mostly float64: where both dtypes occur, each change starts a new bucket.
     dtypes = st.sampled_from([True, True, True, False])

@@ -39,7 +39,7 @@ KINDS = ("product", "product", "product of a parameter", "value", "parameter")
 """Kinds of gradients."""
 
 foreign = Symbol("all_reduce", lambda x, group: TensorProxy(like=x))
-"""Communication of others."""
+"""Communication of another package."""
 
 
 @st.composite

@@ -52,7 +52,7 @@ def fork_server() -> Any:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    # The server imports what PYTHONPATH and not what sys.path leads to, and goes on without what it does not find.
+    # The server finds modules by PYTHONPATH, not by sys.path, and ignores those that it does not find.
     path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
         ensure_running()
@@ -68,7 +68,7 @@ class Ranks:
 
     Args:
         world_size: number of workers.
-        has_group: whether there is one; otherwise each function makes its own.
+        has_group: whether the workers have a process group; otherwise each function makes its own.
     """
 
     def __init__(self, world_size: int, *, has_group: bool = True) -> None:
@@ -198,7 +198,7 @@ def on_ranks(count: int | Callable[..., int] = 2, *, timeout: float = _TIMEOUT) 
     """Turn a function into a test that runs on the session's worker ranks.
 
     The function may take ``rank`` and ``world_size``; its other arguments are parameters and fixtures of the test, whose
-    values are sent to the ranks. Nothing of what it returns is looked at.
+    values are sent to the ranks. Its result is ignored.
 
     Args:
         count: the number of ranks, or a function of the other arguments that returns it.

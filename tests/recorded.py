@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorded(TorchDispatchMode):
-    """Records operators with the tensors and other values that they get, in a context that returns it."""
+    """A context that records operators with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,11 +22,11 @@ class Recorded(TorchDispatchMode):
 
     @property
     def collectives(self) -> list[str]:
-        """The names of those that process groups issue."""
+        """The names of the operators of process groups."""
         return [func.__name__.partition(".")[0] for func, _ in self.calls if func.namespace == "c10d"]
 
     @property
     def addresses(self) -> set[int]:
-        """The addresses of the plain tensors that the others read."""
+        """The addresses of the plain tensors that all other operators read."""
         others = (leaves for func, leaves in self.calls if func.namespace != "c10d")
         return {leaf.data_ptr() for leaves in others for leaf in leaves if type(leaf) is torch.Tensor}

@@ -1,4 +1,4 @@
-"""Models to save, and what a checkpoint must keep of them."""
+"""Models to save, and the values that a checkpoint must keep."""
 
 from __future__ import annotations
 

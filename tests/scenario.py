@@ -1,4 +1,4 @@
-"""The harness of numerical tests: the same actions on a sharded model and on what it must equal.
+"""The harness of numerical tests: the same actions on a sharded model and on the models that it must equal.
 
 A *scenario* is data: how to make a model, the options of ``fsdp``, the number of ranks, a list of actions, and oracles. A
 table of scenarios is a test::
@@ -12,10 +12,11 @@ table of scenarios is a test::
     def test_trains_like_the_unsharded_model(name: str) -> None:
         SCENARIOS[name].run()
 
-An action is ``do.<method of Run>(...)``, or a function of the :class:`Run` for what needs more than data. Two oracles say
-what is right, and every action compares what it has computed with both: the *unsharded* model, which each rank trains on
-the batches of all ranks, so that comparing needs no communication; and *others*, the same model with other options, whose
-bits must be the same. A test with a single scenario may drive a :class:`Run` itself, in a function under ``ranks.on_ranks``.
+An action is ``do.<method of Run>(...)``, or a function of the :class:`Run` if data is not enough. Two oracles say what
+is right, and every action compares what it has computed with both: the *unsharded* model, which each rank trains on the
+batches of all ranks, so that comparing needs no communication; and *others*, the same model with other options, whose
+bits must be the same. A test with a single scenario may drive a :class:`Run` itself, in a function under
+``ranks.on_ranks``.
 """
 
 from __future__ import annotations
@@ -99,11 +100,11 @@ do = _Actions()
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, how it is sharded, what is done with it, and what it must equal. See :class:`Run` for what is not said here.
+    """A model, how it is sharded, the actions, and what it must equal. See :class:`Run` for other attributes.
 
     Attributes:
-        model: makes the model. Its method ``inputs(generator, **size)`` makes a batch.
-        options: of ``fsdp``, and further arguments of :class:`Run`; or a function that makes them on a rank.
+        model: a function that makes the model. Its method ``inputs(generator, **size)`` makes a batch.
+        options: options of ``fsdp`` and further arguments of :class:`Run`; or a function that makes them on a rank.
         long: whether only ``-m long`` runs it: a combination that adds no code path.
     """
 
@@ -219,8 +220,8 @@ class Run:
 
     Args:
         model: the model to shard. Its copies become the oracles.
-        others: for each further sharded model the options of ``fsdp`` that are not those of the first, or a function that
-            makes it from a copy of the module (such as :func:`fsdp2`).
+        others: for each further sharded model, the options of ``fsdp`` that differ from those of the first, or a
+            function that makes it from a copy of the module (such as :func:`fsdp2`).
         oracle: ``"unsharded"``, ``"compiled"`` (the unsharded model compiled by Thunder), or ``None``.
         tolerance: relative and absolute, between the sharded and the unsharded model; 0 requires equal bits. By default
             the model's ``tolerance`` or 1e-11: Thunder's decompositions round differently from eager torch, in float64 by
@@ -228,8 +229,8 @@ class Run:
         others_tolerance: between the sharded models, which must have the same bits by default.
         optimizer: makes an optimizer of a list of parameters.
         before, after: transforms around ``fsdp``'s.
-        dtype: of floating-point inputs, if not the one that the model makes.
-        options: of ``fsdp``. A tuple as ``ranks`` becomes a mesh of that shape.
+        dtype: the dtype of floating-point inputs, if it differs from the model's own.
+        options: the options of ``fsdp``. A tuple as ``ranks`` becomes a mesh of that shape.
 
     Attributes:
         model, transform: the first sharded model, and the ``fsdp(...)`` in use.

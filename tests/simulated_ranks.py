@@ -1,12 +1,12 @@
-"""The real code with which ranks agree, on all ranks at once in this process: threads of which one runs at a time.
+"""The real code of the agreement of ranks, with all ranks in this process: threads of which one runs at a time.
 
-A rank runs until it waits for a message, a key of the store, or for nothing (:meth:`World.pause`); which one continues is
-drawn from a seed. Time is virtual: it advances only when no rank can continue, to the next timeout. So a rank that comes
-an hour too late takes no time, and a failure has a seed that repeats it. ``programs`` records which collectives ranks
-issue and wait for, rounds of agreement included, in the form that ``executor`` runs in every order.
+A rank runs until it waits for a message or a key of the store, or pauses (:meth:`World.pause`); the rank that continues
+is drawn from a seed. Time is virtual: it advances only when no rank can continue, to the next timeout. So a rank that
+comes an hour too late takes no time, and a seed repeats a failure. ``programs`` records which collectives ranks issue
+and wait for, rounds of agreement included, in the form that ``executor`` runs in every order.
 
-What is replaced is what communicates: gloo's point-to-point messages, the store, ``broadcast_object_list`` and the creation
-of groups. ``test_rounds`` compares the messages with those of gloo.
+Only communication is replaced: gloo's point-to-point messages, the store, ``broadcast_object_list`` and the creation of
+groups. ``test_rounds`` compares the messages with those of gloo.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class World:
     """Simulated ranks, and what connects them.
 
     Args:
-        timeout: how long ranks wait for each other in a round.
+        timeout: the time for which ranks wait for each other in a round.
 
     Attributes:
         now: the time in seconds.
         sent: the sizes of the messages that each rank has sent.
-        requests: how many requests each rank has made of the store.
-        programs: what each rank has issued and waited for.
+        requests: the number of requests that each rank has made of the store.
+        programs: the collectives that each rank has issued and waited for.
     """
 
     def __init__(self, size: int, *, seed: int = 0, timeout: timedelta = timedelta(minutes=1)) -> None:
@@ -165,7 +165,7 @@ class World:
         return condition()
 
     def pause(self) -> None:
-        """Let other ranks run, or not."""
+        """Let other ranks run, if the seed says so."""
         self.wait_until(_now)
 
     def sleep(self, seconds: float) -> None:

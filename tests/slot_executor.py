@@ -2,7 +2,7 @@
 
 It knows nothing of lifetimes, passes or effects: a gather fills its slot with NaN from its issue to its wait, a reduction
 sends what is in its slot at its issue and must still find it there at its wait, and an operator that writes a gradient in
-place first destroys what was there. Without slots, the same trace computes what must come out.
+place first destroys what was there. Without slots, the same trace computes the expected values.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Ranks(mesh="mesh")  # type: ignore[arg-type]
 Debug(False)  # type: ignore[call-arg]
 CommPolicy(block="3")  # type: ignore[arg-type]
 
-# What is kept is narrower, and frozen.
+# The stored types are narrower, and the classes frozen.
 assert_type(Sharding().release, bool)
 assert_type(Init().device, torch.device | None)
 assert_type(Debug().check_passes, bool)

@@ -8,9 +8,9 @@ under autocast. A *history* is a sequence of :class:`Action` values, such as for
 forward every rank makes a call of its own, or none, because it has no batch. ``world_draws`` draws worlds by seeds, and
 ``world_runner`` runs them beside the unsharded model. They exclude the following:
 
-- *Exceptions on some ranks*: the others wait for them until the timeout. What raises is therefore drawn for ranks that make
-  the same call: injected failures, backward after parameters have changed since its forward, and backward of a loss whose
-  memory an earlier backward has released.
+- *Exceptions on some ranks*: the others wait for them until the timeout. Actions that raise are therefore drawn for
+  ranks that make the same call: injected failures, backward after parameters have changed since its forward, and
+  backward of a loss whose memory an earlier backward has released.
 - *Backward while parameters differ from those of its forward because* ``.data`` *was changed*: torch itself then mixes old
   activations with new weights. Once the change has been undone, backward runs and must be correct.
 - *Float32 parameters, and 0-dim values used twice*: random models in ``test_world`` have these; Thunder fails on those.
@@ -49,7 +49,7 @@ from torch import nn
 
 
 class _Brief:
-    """Shows what is not the default."""
+    """A dataclass that prints only values that are not the defaults."""
 
     def __repr__(self) -> str:
         shown = [f for f in fields(self) if getattr(self, f.name) != f.default]
@@ -141,7 +141,7 @@ class World(_Brief):
 
     Attributes:
         ways: orders of blocks, one of which each call runs.
-        calls: those that histories choose from.
+        calls: the calls from which histories choose.
         norm: whether there is a batch norm, whose running statistics forward updates.
         optimizer: "sgd" or "adamw".
         second: whether actions alternate between two models.

@@ -270,7 +270,7 @@ class _Histories:
         return Action("forward", mode, calls, seed=seed, model_index=self.model_index())
 
     def beside(self, number: int) -> list[int]:
-        """Return what ranks may call beside this call: in alike worlds, what runs the same blocks."""
+        """Return the calls that ranks may make beside this one: in alike worlds, those that run the same blocks."""
         calls = self.world.calls
         if not self.world.agrees:  # one that compiles would wait for the others
             return [number]

@@ -108,7 +108,8 @@ def run_world(rank: int, world_size: int, world: World, folder: Path) -> str:
 def failure_of(ranks: Ranks, world: World, *, timeout: float | None = None) -> str:
     """Run a world and return what went wrong, with the stacks of all ranks if they hang.
 
-    By default, they hang after 40 seconds for each history. What is then printed comes before the time limit of a test.
+    By default, ranks count as hanging after 40 seconds for each history, so the output comes before the time limit of a
+    test.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         try:
@@ -177,7 +178,7 @@ def replay_drawn(ranks: Ranks, seed: int, *, histories: int, alike: bool = False
 
 
 def main() -> None:
-    """Run many histories and print the seeds of those that pass, and what fails."""
+    """Run many histories, and print the seeds of those that pass, and the failures."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="0:100", help="first and last (exclusive) seed of a world")

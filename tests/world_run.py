@@ -1,6 +1,6 @@
-"""A world's sharded model on one rank, and the unsharded models of all ranks: how they are called, and compared.
+"""A world's sharded model on one rank, and the unsharded models of all ranks: their calls and comparisons.
 
-Comparisons do not communicate, which keeps a delayed rank delayed until the next call, and note a difference instead of
+Comparisons do not communicate, so a delayed rank stays delayed until the next call. They record a difference instead of
 raising it, so that the other ranks are not left alone in a collective.
 """
 
@@ -80,7 +80,8 @@ class WorldRun(Run):
         scale: product of the factors by which ``.data`` was multiplied.
         statistics: number of forwards that have updated running statistics.
         backwards: number of backwards, each of which frees the memory of unsharded parameters if ``release`` says so.
-        forwards: number of forwards of the sharded model, each of which may overwrite what an earlier one has gathered.
+        forwards: number of forwards of the sharded model, each of which may overwrite buckets that an earlier one has
+            gathered.
         hooked: how often each hook of a parameter has run; ``expected_hooks``: how often it should have.
         have_parted: whether ranks have stepped other parameters, so that there is no expected value.
         taken_over: the version at which the unsharded model has last taken over parameters.
@@ -154,7 +155,7 @@ class WorldRun(Run):
         self.mismatch = self.mismatch or text
 
     def close(self, actual: Any, expected: Any, what: str, *, tolerance: float | None = None) -> None:
-        """Note the first difference that is larger than the tolerance allows for the largest value."""
+        """Record the first difference that is larger than the tolerance allows for the largest value."""
         if isinstance(actual, tuple):
             for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
                 self.close(one, other, f"{what} {number}")
@@ -186,7 +187,7 @@ class WorldRun(Run):
         try:
             if reads_gradients:
                 self.compare_gradients()
-        except AssertionError as error:  # a gradient that is there on one side only
+        except AssertionError as error:  # a gradient that exists on one side only
             self.fail(str(error))
         for name, buffer in self.reference.named_buffers():
             self.close(self.model.get_buffer(name), buffer, f"buffer {name}")
@@ -237,10 +238,10 @@ class WorldRun(Run):
             pending.set_output(torch.func.functional_call(model, params, (x, *others)))
 
     def _take_over(self) -> None:
-        """Give the unsharded model what it does not compute, after each step.
+        """Give the unsharded model the values that it does not compute, after each step.
 
-        That are the experts of other ranks, and if values are inexact, the parameters of the sharded model, so that rounding
-        does not add up.
+        These are the experts of other ranks and, if values are inexact, the parameters of the sharded model, so that
+        rounding errors do not add up.
         """
         if self.taken_over == self.version or not self.takes_over:
             return

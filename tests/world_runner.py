@@ -144,7 +144,7 @@ class WorldRunner(WorldRun):
             self._reduce()
 
     def _note_largest(self, rank: int) -> None:
-        """Note the largest value among the gradients of a rank that are not reduced yet."""
+        """Record the largest value among the unreduced gradients of a rank."""
         added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
         self.largest_gradient = max(self.largest_gradient, *added)
 
@@ -173,7 +173,7 @@ class WorldRunner(WorldRun):
         self.unsharded.discard()
 
     def _lose(self, action: Action) -> None:
-        """Let some ranks lose what forward has gathered of a bucket."""
+        """Let some ranks lose a bucket that forward has gathered."""
         buckets = self.transform.sharded.buckets
         if action.value >> self.rank & 1:
             bucket = buckets[action.seed // 20 % len(buckets)]
@@ -310,7 +310,7 @@ class WorldRunner(WorldRun):
                 self.run_action(each)
 
     def _disagree(self, action: Action) -> None:
-        """Let one rank do something else than the others, so that all get an error at once."""
+        """Let one rank do something other than the others, so that all get an error at once."""
         is_lone, what = self.rank == action.value, action.what
         self.forget_losses()
         if what in ("backward", "skipped_step", "other_optimizer"):

@@ -1,7 +1,7 @@
-"""A world on virtual GPUs: its histories without values, in whose logs a race or a deadlock is found.
+"""A world on virtual GPUs: its histories without values, whose logs are checked for races and deadlocks.
 
-The unsharded model does not run. What depends on values does not either: leaves, buffers, errors of operators, files,
-``unsharded``, and forks.
+The unsharded model does not run, and neither does anything that depends on values: leaves, buffers, errors of
+operators, files, ``unsharded``, and forks.
 """
 
 from __future__ import annotations

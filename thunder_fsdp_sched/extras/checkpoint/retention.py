@@ -6,8 +6,8 @@
 - a sibling folder whose name differs in digits alone from that of the new one (``step-100``, not ``best``). Links
   (``latest -> step-3``) are left alone, as are their targets outside of this folder. Folders are compared by device and
   inode, because one folder may have several names;
-- complete, with a stamp (see [Note: The order of saves] in ``folder``), with the file names of a single run, and not one
-  of Fabric, which has more files;
+- complete, with a stamp (see [Note: The order of saves] in ``folder``), with the file names of a single run, and not
+  one of Fabric, which has more files;
 - only after the new checkpoint has been found intact, and neither that one nor the ``keep`` newest intact siblings.
 """
 

@@ -188,7 +188,7 @@ class Outcome(NamedTuple):
         active: the collectives in which it takes part, its own included.
         used: for each bucket, by name, the parameters that get a gradient.
         lost: the kept buckets to gather again, in the same order on all ranks.
-        left: for each bucket, by name, that is reduced although no program does so: whether its gradients are unsharded.
+        left: by name, the buckets that are reduced although no program does so, with whether gradients are unsharded.
         fault: the reason why ranks cannot go on, in one line; empty if they can.
     """
 
