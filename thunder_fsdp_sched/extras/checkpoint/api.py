@@ -111,7 +111,7 @@ def save_checkpoint_async(
 ) -> Saving:
     """Copy the state for :func:`save_checkpoint` to host memory, and write it while training continues; a collective.
 
-    See [asynchronous saves](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
+    See [asynchronous saves](checkpoints.md#asynchronous-saves). Other arguments, errors and cost are those of
     :func:`save_checkpoint`.
 
     Args:

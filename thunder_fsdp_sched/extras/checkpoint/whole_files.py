@@ -71,7 +71,7 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str]) -> Pa
 def save_safetensors_async(model: ThunderModule, folder: str | os.PathLike[str]) -> Saving:
     """Copy each rank's rows to host memory; gather and write them in threads while training continues; a collective.
 
-    See [asynchronous saves](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
+    See [asynchronous saves](checkpoints.md#asynchronous-saves). Other arguments, errors and cost are those of
     :func:`save_safetensors`.
     """
     group, path, staging, write = _prepare(model, folder, Staging)
