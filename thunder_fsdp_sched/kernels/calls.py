@@ -44,7 +44,7 @@ def cached(make: Callable[..., Any], function: Any, arguments: Sequence[Any], sp
 
 
 def device_of(tensors: Iterable[TensorProxy]) -> str:
-    """Return the type of the device on which torch is asked what it runs; a CPU stands for the meta device."""
+    """Return the device type of the fake tensors: that of ``tensors``; a CPU for several types, or meta tensors only."""
     found = {tensor.device.type for tensor in tensors} - {"meta"}
     return found.pop() if len(found) == 1 else "cpu"
 
@@ -74,10 +74,10 @@ def _symbol_of(operator: Any) -> Symbol:
         return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
 
     base = getattr(operator, "__wrapped__", operator)
-    if base is not torch.reshape:  # ranks compare numbers by what their arguments are called
+    if base is not torch.reshape:  # ranks compare numbers by the names of the arguments
         meta.__signature__ = _signature_of(base)  # type: ignore[attr-defined]
-    # With a prefix, because Thunder has operators of its own with some of these names, and with the overload: a trace calls
-    # one function by each name.
+    # A name stands for one function in a trace. The prefix tells it from Thunder's own operator of that name, and the
+    # overload from other overloads.
     name, _, overload = operator.__name__.strip("_").partition(".")
     name = f"torch_{name}" if overload in ("", "default", "Tensor") else f"torch_{name}_{overload}"
     return executor.register_operator(name, meta=meta, fn=operator)
@@ -120,11 +120,11 @@ class KernelCall(NamedTuple):
     inputs: Sequence[TensorProxy]
 
     def execute(self) -> Any:
-        """Record what torch runs for the function in the current trace, and return the result."""
+        """Record torch's forward operators in the current trace, and return the result."""
         return self.program.run(call_operator, self.inputs, None)[0]
 
     def differentiate(self) -> Any:
-        """Record the same and the gradients of the arguments, and return the result."""
+        """Record forward and the gradients of the arguments, and return the result."""
         result, grads = self.program.run(call_operator, self.inputs, get_grad)
         for argument, grad in zip(self.inputs, grads, strict=True):
             if grad is not None:
@@ -135,15 +135,15 @@ class KernelCall(NamedTuple):
 def call_of(
     symbol: Symbol, function: Callable[..., Any] | None, differentiable: frozenset[str] | None, args: Any, kwargs: Any
 ) -> KernelCall | None:
-    """Return what torch runs for a call of a function; ``None`` if Thunder decomposes it.
+    """Return torch's operators for a call of a function; ``None`` if Thunder decomposes it.
 
-    The arguments go to torch by name, because Thunder leaves out some of torch's, except the first, and a second operand,
-    whose names are Thunder's own.
+    Torch gets the arguments by name, because Thunder omits some of torch's. The first argument and a second operand are
+    positional, because Thunder has other names for them.
 
     Args:
         function: torch's function; ``None`` for that of the symbol.
-        differentiable: names of the arguments besides the first that gradients are passed to; ``None`` if they are passed to
-            all, and the arguments go to torch as they are.
+        differentiable: names of the arguments that get gradients, besides the first. With ``None``, all get them, and torch
+            gets the arguments as they are.
     """
     passed: Any
     if differentiable is None:
@@ -161,10 +161,10 @@ def call_of(
     }
     others = [p for name, p in inputs.items() if name not in wanted and dtypes.is_inexact_dtype(p.dtype)]
     if any(p is not given.get("weight") for p in others):
-        return None  # such as a mask that is learned: torch has another kernel for it, or none
+        return None  # such as a learned mask, for which torch has another kernel, or none
     if any(map(_is_symbolic, leaves)) or (arguments := describe(leaves, {})) is None:
         return None
-    # That of hardswish has no path.
+    # The id of hardswish, `torch.hardswish`, names no function.
     function = function or torch_function_of(symbol.id) or getattr(torch.nn.functional, symbol.name)
     flags = tuple([name in wanted for name in inputs])
     program = cached(torch_program, function, arguments, spec, device_of(inputs.values()), tuple(named), flags)

@@ -1,4 +1,4 @@
-"""The executors that run torch's kernels, and which of those for attention torch may use: [Note: Torch's kernels]."""
+"""The executors that run torch's kernels, and torch's choice of attention kernels: see [Note: Torch's kernels]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder.extend import OperatorExecutor, register_executor
 class _KernelExecutor(OperatorExecutor):
     """An executor that claims a function only if the function's own check says so.
 
-    Thunder would take the grad rule of a loss that the check has refused, if its log-softmax and its negative
+    Otherwise Thunder would apply the grad rule of a loss that the check has refused, if its log-softmax and its negative
     log-likelihood can be claimed.
     """
 

@@ -21,11 +21,11 @@ _OF_TWO_BYTES = frozenset({dtypes.bfloat16, dtypes.float16})
 
 
 def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) -> tuple[Executor, ...]:
-    """Return executors with those of torch's kernels before Thunder's default ones: see [Note: Torch's kernels].
+    """Insert the executors of torch's kernels before Thunder's default ones: see [Note: Torch's kernels].
 
     Args:
-        executors: as a user has passed them to ``thunder.jit``. Without all of Thunder's default ones the user decides.
-        computes_on: types of the devices of the parameters, in a plan those of the cluster.
+        executors: those of ``thunder.jit``. If a default one is missing, the user has chosen, and nothing is inserted.
+        computes_on: device types of the parameters; in a plan, of the cluster.
     """
     defaults = get_default_executors()
     if not set(defaults) <= set(executors):
@@ -37,14 +37,14 @@ def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) ->
 
 def _fuses_all(candidate: Executor) -> bool:
     """Return whether an executor fuses elementwise operators wherever they are, as nvFuser and Inductor do."""
-    is_partial = getattr(candidate, "required_ops", None)  # those of Thunder that fuse what is around `cat` or a loss
+    is_partial = getattr(candidate, "required_ops", None)  # Thunder's executors that fuse only around `cat` or a loss
     return isinstance(candidate, FusionExecutor) and PrimIDs.MUL in candidate.implmap and not is_partial
 
 
 def _is_of_two_bytes(args: Any, kwargs: Any) -> bool:
-    """Return whether an operand has elements of two bytes, and all are real.
+    """Return whether an operand has elements of two bytes, all operands are real, and ``alpha`` is 1.
 
-    With an ``alpha`` other than 1, Thunder has another dtype than torch for some operands.
+    With another ``alpha``, the result of Thunder has another dtype than torch's for some operands.
     """
     alpha = kwargs.get("alpha", 1)
     found = {a.dtype for a in args if isinstance(a, TensorProxy)}
@@ -60,14 +60,14 @@ def _keep_whole(
     function: Callable[..., Any] | None = None,
     if_called_with: Callable[[Any, Any], bool] = lambda args, kwargs: True,
 ) -> None:
-    """Claim a function.
+    """Register torch's kernels for a function of Thunder.
 
     Args:
-        differentiable: names of the arguments besides the first that gradients are passed to.
-        of_all: whether gradients are passed to all arguments; the names are not known.
-        by: the executor that claims it.
-        function: the function that torch is asked to run; with ``None`` it is the one that has the symbol's name.
-        if_called_with: whether positional arguments and those by name are such that the function is claimed.
+        differentiable: names of the arguments that get gradients, besides the first.
+        of_all: whether all arguments get gradients; their names are not known.
+        by: the executor that claims the function.
+        function: torch's function; ``None`` for the one that has the symbol's name.
+        if_called_with: whether a call with these positional and keyword arguments is claimed.
     """
     names = None if of_all else frozenset(differentiable)
 
@@ -90,9 +90,9 @@ def _keep_whole(
 
 for _symbol in (ltorch.layer_norm, ltorch.group_norm, ltorch.rms_norm):
     _keep_whole(_symbol, "weight", "bias")
-# Log-softmax, embedding and tanh are not among them: Thunder calls torch's kernels for them itself. Cross entropy is a
-# log-softmax and a negative log-likelihood, for which Thunder copies its input twice. `relu` takes two operators in Thunder,
-# too. RMS norm is one kernel on GPUs only. See `benchmarks/this_machine.py`.
+# Log-softmax, embedding and tanh are left out, because Thunder itself calls torch's kernels for them. Cross entropy is a
+# log-softmax and a negative log-likelihood; only the latter is kept whole, because Thunder copies its input twice. `relu`
+# takes two operators in Thunder, too. RMS norm is a single kernel only on GPUs. See `benchmarks/this_machine.py`.
 for _symbol in (
     ltorch.elu,
     ltorch.gelu,
@@ -122,9 +122,9 @@ _keep_whole(ltorch.mse_loss, "target")
 _keep_whole(ltorch.nll_loss)
 _keep_whole(ltorch.scaled_dot_product_attention, "key", "value")
 
-# Thunder computes these of bfloat16 and float16 in float32, with a cast of each operand and of the result, as a fusion
-# executor needs it, and saves the operands in float32. Torch casts inside of one kernel. Python's operators also take a
-# number first.
+# Thunder computes these functions of bfloat16 and float16 in float32. It casts each operand and the result, as a fusion
+# executor needs it, and saves the operands in float32. Torch casts inside a single kernel. Python's operators are used
+# because they also accept a number as first operand.
 _OPERATORS: dict[Symbol, Callable[..., Any]] = {
     ltorch.add: lambda a, b, alpha: a + b,
     ltorch.sub: lambda a, b, alpha: a - b,
@@ -155,13 +155,13 @@ for _symbol in (
 
 
 def _is_not_autocast(args: Any, kwargs: Any) -> bool:
-    """Return whether Thunder has inferred dtypes without autocast, as operators of a trace run."""
+    """Return whether Thunder infers dtypes without autocast; the operators of a trace run without it."""
     return not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
-# For the gradient of these, such as `torch.addmm` or `conv_transpose2d`, Thunder runs the function again, and lets autograd
-# differentiate that: half as much compute again for the backward of a product of matrices.
-# Torch tells too few bytes for what an `embedding_bag` returns.
+# For the gradient of these, such as `torch.addmm` or `conv_transpose2d`, Thunder runs the function again under autograd. The
+# backward of a matrix product then takes half as much compute again. `embedding_bag` is left out, because torch reports too
+# few bytes for its results.
 for _symbol in functions_that_run_again():
     if _symbol.name == "embedding_bag":
         continue

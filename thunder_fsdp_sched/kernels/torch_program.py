@@ -1,11 +1,10 @@
 """The base operators that torch runs for a function and its gradient, recorded on fake tensors.
 
 [Note: What torch runs]
-Torch itself is asked: the function runs forward and backward on fake tensors under a dispatch mode, which records the base
-operators that autograd calls. A function is kept whole if few operators are left, none of them changes something in
-place, and none draws random numbers.
+The function runs forward and backward on fake tensors under a dispatch mode, which records the base operators that torch
+calls. A function is kept whole if there are few of them, none writes in place, and none draws random numbers.
 
-Fake tensors are contiguous, the real ones need not be. :data:`FOR_ALL_STRIDES` replaces operators that need it.
+Fake tensors are contiguous; real ones need not be. :data:`FOR_ALL_STRIDES` replaces operators that need contiguous inputs.
 
 Alternative: ``make_fx`` records the same, but while it runs, it changes ``torch.nn.Module`` for all threads of the process.
 """
@@ -28,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _copying(operator: Any, fits: Callable[[Tensor], bool]) -> Callable[..., Any]:
-    """Return a function that makes those tensor arguments contiguous that do not fit, and calls an operator."""
+    """Return a function that calls an operator with contiguous copies of tensor arguments that do not fit."""
 
     @functools.wraps(operator)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,18 +63,18 @@ FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
         )
     },
 }
-"""Functions by the operators that they replace."""
+"""Functions that accept all strides, keyed by the operators that they replace."""
 
 
 _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
-"""Operators whose result stands for their input, because nothing is changed in place."""
+"""Operators whose result is recorded as their input. This is safe because no operator writes in place."""
 
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
-"""Operators that do not count."""
+"""Operators that do not count towards ``_MAX_OPERATORS``."""
 
 _MAX_OPERATORS = 10
-"""The most base operators, forward and backward, of a function that counts as one with kernels. Attention to itself with a
-mask of booleans takes seven, and the quotient of two tensors ten if they have different dtypes and shapes."""
+"""The most base operators, forward and backward, of a function that is kept whole. Self-attention with a boolean mask takes
+seven, and the quotient of two tensors with different dtypes and shapes ten."""
 
 
 class _Value(NamedTuple):
@@ -100,9 +99,9 @@ class TorchProgram(NamedTuple):
     """The base operators of a function and its gradient.
 
     Attributes:
-        steps: in the order in which torch calls them.
+        steps: the calls of operators, in the order in which torch makes them.
         inputs: the tensor arguments of the function, each once.
-        result: what the function returns.
+        result: the tensor that the function returns.
         grad: the gradient of the result.
         grads: the gradients of inputs, ``None`` for those without.
         forward: the numbers of the steps that compute the result.
@@ -137,7 +136,7 @@ class TorchProgram(NamedTuple):
             known.update((value, result) for value, result in pairs if value is not None)
         if grad is None:
             return known[self.result], ()
-        if self.grad not in known:  # as the gradient of a sum is that of its operands
+        if self.grad not in known:  # no step reads it, as in a sum, whose operands have the same gradient
             known[self.grad] = grad(known[self.result])
         return known[self.result], tuple([None if each is None else known[each] for each in self.grads])
 
@@ -154,9 +153,9 @@ def torch_program(
 
     Args:
         arguments: as ``observation.describe`` returns them.
-        device: the type of the device of the tensors.
-        named: names of the last arguments; the others go by position.
-        differentiable: for each tensor argument, each once, whether its gradient is wanted.
+        device: the device type of the tensors.
+        named: names of the last arguments; the others are positional.
+        differentiable: for each distinct tensor argument, whether its gradient is wanted.
     """
     try:
         with fake_mode(device):
@@ -164,7 +163,7 @@ def torch_program(
             count = len(given) - len(named)
             by_name = dict(zip(named, given[count:], strict=True))
             program = _record(function, given[:count], by_name, differentiable)
-    except Exception:  # torch refuses such a call, or one with fake tensors: Thunder runs it in its own way
+    except Exception:  # torch refuses the call, or fake tensors: leave it to Thunder
         return None
     if program.result in program.inputs or not all(any(_values(step.results)) for step in program.steps):
         return None  # an operator without a result checks something, and a trace would drop it
@@ -174,7 +173,7 @@ def torch_program(
     if len(called) > _MAX_OPERATORS or not all(map(_is_functional, program.steps)):
         return None
     if any(each is not None and not _depends(program.steps, each, program.grad) for each in program.grads):
-        return None  # zeros, as of `x**0`: Thunder passes on what is computed from the gradient of the result alone
+        return None  # zeros, as for `x**0`: Thunder passes on only gradients that are computed from the result's
     steps = [step._replace(operator=FOR_ALL_STRIDES.get(step.operator, step.operator)) for step in program.steps]
     return program._replace(steps=steps)
 
@@ -212,15 +211,15 @@ class _CallRecorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[_OperatorCall] = []
         self._values: dict[int, _Value] = {}
-        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the identity of one that is gone
+        self._alive: list[torch.Tensor] = []  # so that no tensor gets the `id` of an earlier one
         for tensor in inputs:
             self.value(tensor, is_new=True)
 
     def value(self, tensor: torch.Tensor, *, is_new: bool = False) -> _Value:
-        """Return what stands for a tensor.
+        """Return the value that stands for a tensor.
 
         Raises:
-            KeyError: no recorded operator has returned it.
+            KeyError: it is no input, and no recorded operator has returned it.
         """
         if is_new:
             self._stands_for(tensor, _Value(len(self._alive)))
@@ -235,14 +234,14 @@ class _CallRecorder(TorchDispatchMode):
         read_args, read_kwargs = tree_map_only(torch.Tensor, self.value, (args, kwargs or {}))
         if func in _ALIASES:
             self._stands_for(out, read_args[0])
-        elif func.namespace != "prim":  # such as a question for the device
+        elif func.namespace != "prim":  # such as a query of the device
             results = tree_map_only(torch.Tensor, lambda tensor: self.value(tensor, is_new=True), out)
             self.steps.append(_OperatorCall(func, read_args, read_kwargs, results))
         return out
 
 
 def _is_functional(step: _OperatorCall) -> bool:
-    """Return whether an operator changes nothing and draws nothing."""
+    """Return whether an operator writes nothing in place and draws no random numbers."""
     operator = step.operator
     if operator.namespace != "aten" or schema_of(operator).is_mutable:
         return False
@@ -259,7 +258,7 @@ def _depends(steps: Sequence[_OperatorCall], result: _Value, value: _Value) -> b
 
 
 def _ancestors(steps: Sequence[_OperatorCall], result: _Value) -> tuple[set[int], set[_Value]]:
-    """Return the numbers of the steps that compute ``result``, and the values that they read, with ``result``."""
+    """Return the numbers of the steps that compute ``result``, and a set of ``result`` and the values that they read."""
     values, numbers = {result}, set()
     for number in reversed(range(len(steps))):
         if values.intersection(_values(steps[number].results)):
