@@ -1,4 +1,4 @@
-"""Private names of Thunder's interpreter for the assignments of a program, each used in one function only."""
+"""Private names of Thunder's interpreter for the assignments of a program: see ``private_thunder``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def _modified_attributes(context: Any) -> list[Any]:
 
 
 def modified_members(context: Any) -> list[tuple[ProvenanceRecord, Any]]:
-    """Return the assignments of the program so far: the provenance of the dictionary, and the key."""
+    """Return the assignments of the program so far, each as the provenance of a dictionary and the key in it."""
     modifications = context._additional_outputs.items()
     return [(modified.provenance, key.value) for modified, changes in modifications for _, _, key, *_ in changes]
 
 
 def save_attributes_of_root(context: Any) -> None:
-    """Let the epilogue store the attributes that the program has assigned to the module that is compiled.
+    """Let the epilogue store the attributes that the program has assigned to the compiled module itself.
 
-    Thunder stores those of submodules, and drops those of the outermost module, which has no proxy. This one is unpacked
-    by itself, so that the prologue reads parameters as it would without.
+    Thunder stores attributes of submodules, but drops those of the outermost module, which has no proxy. It gets one here,
+    unpacked separately, so that the prologue reads parameters as before.
     """
     root: ProvenanceRecord | None = None
     for modified in _modified_attributes(context):
@@ -40,10 +40,10 @@ def save_attributes_of_root(context: Any) -> None:
 
 
 def take_constants(context: Any, path_of: Callable[[ProvenanceRecord], Any]) -> list[tuple[Any, str, Any]]:
-    """Take plain values that the epilogue refuses, such as strings, from it; return them, with path and attribute.
+    """Remove plain values that the epilogue refuses, such as strings; return them, with path and attribute.
 
     Args:
-        path_of: returns the path of an object from the inputs; nothing for those that the program has made.
+        path_of: returns the path of an object from the inputs; ``None`` for an object that the program has made.
     """
     taken = []
     for modified in _modified_attributes(context):
@@ -58,7 +58,7 @@ def take_constants(context: Any, path_of: Callable[[ProvenanceRecord], Any]) -> 
         if rest:
             context._additional_outputs[modified] = rest
         else:
-            vars(changed).pop("proxy", None)  # of an object that the epilogue changes
+            vars(changed).pop("proxy", None)  # through which the epilogue would change the object
     return taken
 
 

@@ -66,13 +66,13 @@ def look_aside_checkpoints(lookaside: Callable[..., Any]) -> None:
 
 
 def observed_by(context: Any, observer: Any, uncached: Sequence[type]) -> Any:
-    """Return an interpreter context that passes what happens in ``context`` through ``observer``.
+    """Return a context like ``context`` that passes instructions, calls and values to wrap through ``observer``.
 
     Args:
         context: Thunder's ``InterpreterCompileCtx``.
         observer: has ``interpret(interpret, inst, **state)``, ``look_aside(look_aside, function, *args, **kwargs)`` and
             ``wrap(wrap, value)``, which call their first argument to do what ``context`` does.
-        uncached: types of values that are wrapped each time they are read, also by a second path.
+        uncached: types whose values are wrapped anew at each read, so that the observer sees each path to them.
     """
     wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
@@ -86,7 +86,7 @@ def observed_by(context: Any, observer: Any, uncached: Sequence[type]) -> Any:
 
 
 def replace_key(value: WrappedValue, key: Any) -> None:
-    """Change the provenance of a value: it was read under a constant key."""
+    """Change the provenance of a value, as if the program had read it under the constant ``key``."""
     provenance = value.provenance
     constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=key)
     value.provenance = ProvenanceRecord(provenance.inst, inputs=[provenance.inputs[0], constant])
@@ -138,7 +138,7 @@ _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 
 
 class _NamedText(str):
-    """A key whose text is part of an identifier, with a number, while Thunder makes a name from it."""
+    """A key whose text is a valid part of an identifier, and may end in a number, while Thunder makes a name from it."""
 
     suffix: str | None = None
 
@@ -155,9 +155,10 @@ class _NumberedIndex(int):
 
 
 def find_attributes(source: WrappedValue) -> None:
-    """Let Thunder find the dictionary of an object's attributes when the program assigns one.
+    """Let Thunder find an object's ``__dict__`` when the program assigns an attribute.
 
-    At the first assignment Thunder replaces the dictionary by a copy, does not find the copy at the next one, and drops it.
+    At the first assignment Thunder replaces the dictionary by a copy. At the next one it would not find the copy, and would
+    lose the first assignment.
     """
     attributes = source.attribute_wrappers.get("__dict__")
     if attributes is not None:
@@ -166,9 +167,9 @@ def find_attributes(source: WrappedValue) -> None:
 
 @contextmanager
 def unique_checks(context: Any) -> Iterator[None]:
-    """Within it, Thunder's tracing adds each check to the prologue once, by its hash.
+    """In this context, let Thunder add each check to the prologue once, and find duplicates by their hashes.
 
-    Thunder compares each check with all earlier ones, which takes quadratic time.
+    Thunder itself compares each check with all earlier ones, which takes quadratic time.
     """
     context._constraints = checks = _UniqueChecks(context._constraints)
     try:
@@ -178,7 +179,7 @@ def unique_checks(context: Any) -> Iterator[None]:
 
 
 class _UniqueChecks(list[Any]):
-    """A list of checks that drops duplicates, and is empty for Thunder's own search for an equal check."""
+    """A list of checks that drops duplicates, and looks empty to Thunder's own search for an equal check."""
 
     def __init__(self, checks: list[Any]) -> None:
         super().__init__(checks)

@@ -1,7 +1,7 @@
 """Iterators over lists, tuples and dictionaries, and views of dictionaries, for Thunder's interpreter.
 
-Native code does not find the position of Thunder's iterators; Thunder's views compare unequal and lack most methods.
-Those here give the interpreter wrapped values and native code plain ones, share one position, and end when Python's do.
+Native code does not know the position of Thunder's iterators; Thunder's views compare unequal and lack most methods. These
+classes return wrapped values to the interpreter and plain ones to native code, from one position, and end when Python's do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .private_interpreter import call_interpreted, is_interpreted_generator
 
 
 class _Iterator:
-    """An iterator over a list or tuple. Thunder's continues after its end if the list has grown."""
+    """An iterator over a list or tuple. Unlike Thunder's, it does not continue after its end if the list has grown."""
 
     def __init__(self, sequence: WrappedValue, is_reversed: bool) -> None:
         self.sequence, self._step = sequence, -1 if is_reversed else 1
@@ -127,7 +127,7 @@ def _next_of_view(iterator: WrappedValue) -> Any:
 
 def _next(iterator: WrappedValue) -> Any:
     if (position := iterator.value.advance()) is None:
-        return do_raise(StopIteration())  # here, because each frame that an exception passes takes long
+        return do_raise(StopIteration())  # here, because each frame that an exception passes is slow
     sequence = iterator.value.sequence
     kind = list if isinstance(sequence.value, list) else tuple
     return call_interpreted(kind.__getitem__, sequence, wrap_const(position))
