@@ -1,8 +1,8 @@
 """Branches of the outermost module on values that it computes from its arguments.
 
 The outermost module cannot be a leaf, so it must not branch on the values of tensors. Arguments are an exception: their
-values are there while Thunder traces, and in each call before anything runs. So a condition that depends on nothing else is
-computed when the module is traced, and again in the prologue of each call. Where it differs, Thunder looks for another
+values are known while Thunder traces, and in each call before anything runs. So a condition that depends on nothing else is
+computed when the module is traced, and again in the prologue of each call. If it differs there, Thunder looks for another
 trace, or makes one.
 """
 
@@ -33,7 +33,7 @@ class _Condition(NamedTuple):
     """A condition that a program computes from its arguments.
 
     Attributes:
-        function: of the tensors at ``paths``, which have these shapes.
+        function: computes the condition from the tensors at ``paths``, which must have ``shapes``.
     """
 
     function: Callable[..., Any]
@@ -54,10 +54,10 @@ class _Condition(NamedTuple):
 
 
 def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[_Condition, bool] | None:
-    """Return how to compute the truth of a traced value from the arguments, and what it is now.
+    """Return the condition that computes the truth of a traced value from the arguments, and its present value.
 
-    Returns nothing if it depends on anything else, or on an operator that is not pure or computes in lower precision under
-    autocast, or if tensors were changed in place.
+    Return ``None`` if the value depends on anything else, or on an operator that is not pure or computes in lower precision
+    under autocast, or if tensors were changed in place.
     """
     trace = get_jit_ctx().computation_trace
     scope = trace.peek_scope() or []
@@ -79,7 +79,7 @@ def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[_Con
         return None
     values = [leaves.arguments[name] for name in arguments]
     if not all(type(tensor) is torch.Tensor and not tensor.is_meta for _, tensor in values):
-        return None  # a plan
+        return None  # in a plan, arguments have no values
     function = _function_of(found, new_trace(trace, "condition", list(arguments.values())), value)
     paths, tensors = zip(*values, strict=True)
     condition = _Condition(function, paths, tuple(tensor.shape for tensor in tensors))

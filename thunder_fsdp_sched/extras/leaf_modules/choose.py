@@ -6,7 +6,7 @@ A call of a function is the same operator as a call of a leaf module, without pa
 - an operator of ``torch.library``, or an autograd function, that Thunder does not know;
 - a function of torch that Thunder cannot trace with these arguments, such as ``F.pad(mode="reflect")``. Thunder's error
   stays if the function cannot be a leaf, because the shape of its result depends on data, or torch refuses the arguments;
-- a function of torch of which Thunder has no gradient, or a wrong one.
+- a function of torch for which Thunder has no gradient, or a wrong one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _matches(match: Matcher, path: str, module: torch.nn.Module) -> bool:
 
 
 def _remove_inner(leaves: Leaves) -> None:
-    """Remove leaves within other leaves, which are called as parts of those."""
+    """Remove leaves within other leaves, because they run as parts of those."""
     parts = {part for leaf in leaves for part in leaf.modules() if part is not leaf}
     for module in [module for module in leaves if module in parts]:
         del leaves[module]
@@ -94,9 +94,9 @@ def note_operator(leaves: Leaves, bsym: BoundSymbol, error: BaseException) -> No
 
 
 def add_obstacle(leaves: Leaves) -> bool:
-    """Let the module at which the last trace has failed be a leaf, and those like it in other blocks.
+    """Make a leaf of the module at which the last trace failed, and of those like it in other blocks.
 
-    Returns whether there is one, so that tracing again makes sense.
+    Return whether there is such a module: then the model can be traced again.
     """
     obstacle, leaves.obstacle = leaves.obstacle, None
     if obstacle is None:
@@ -132,11 +132,11 @@ def _source(module: torch.nn.Module) -> str:
 
 
 def function_to_call(function: Any, args: Sequence[WrappedValue]) -> tuple[str, Callable[..., Any]] | None:
-    """Return the name of a function that Thunder does not know, and the function, if it can run as it is.
+    """Return the name and the function of a call that Thunder does not know and that can run as it is, or ``None``.
 
     Args:
-        function: one of ``CALLS``, which the program calls.
-        args: wrapped.
+        function: one of ``CALLS``, which calls an operator or an autograd function.
+        args: the wrapped arguments; the first is the operator, or the autograd function's class.
     """
     called = unwrap(args[0])
     if function is _APPLY:
@@ -153,7 +153,7 @@ def call_function(
     """Trace a call of a function as a single operator, with wrapped values; return the wrapped result, or a signal.
 
     Args:
-        args: the first is the class, or the operator.
+        args: the operator or the autograd function's class, and then its arguments.
     """
     announce(leaves, function, _AS_IT_IS.format(name))
     return _call(leaves, name, function, args[1:], kwargs)
@@ -165,7 +165,7 @@ def run_as_it_is(
     """Trace a call of a function of torch, or of a method of a tensor, as a single operator.
 
     Args:
-        error: why Thunder has not traced it; ``None`` if it computes no right gradient.
+        error: the error of Thunder's function; ``None`` if it was not called, because its result or gradient is wrong.
 
     Returns:
         The wrapped result; ``None`` if the function cannot be a leaf.
@@ -192,7 +192,7 @@ def _runs(scope: Sequence[BoundSymbol], examples: Mapping[int, torch.Tensor]) ->
     leaf = next(bsym.args[0] for bsym in reversed(scope) if bsym.sym.name == LEAF)
     try:
         run_once(leaf, examples)
-    except Exception:  # the program's own
+    except Exception:  # an error of the program
         return False
     return True
 
@@ -214,7 +214,7 @@ def _call(
 
 
 def _torch_function_of(function: Any) -> Callable[..., Any] | None:
-    """Return torch's function, or the method of a tensor, of which this is Thunder's."""
+    """Return the function of torch, or method of a tensor, in place of which Thunder calls ``function``."""
     if not isinstance(function, Symbol) and not function.__module__.startswith("thunder."):
         return function
     name = name_of(function)

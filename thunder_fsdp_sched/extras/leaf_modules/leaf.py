@@ -1,4 +1,4 @@
-"""A call of a leaf module or function: what it takes and returns, and where the module has its parameters."""
+"""A call of a leaf module or function: its arguments and results, and the names of the module's parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...sharding.module_parameters import replace_in_containers, tensors_in_cont
 
 
 class Metadata(NamedTuple):
-    """What a trace knows of a tensor.
+    """The properties of a tensor that a trace knows.
 
     Attributes:
         differentiable: whether gradients pass through it.
@@ -56,7 +56,7 @@ class NamedParameter(NamedTuple):
     """A name under which a submodule has a parameter.
 
     Attributes:
-        number: of the parameter among those of the leaf, each of which counts once.
+        number: the number of the parameter among the leaf's distinct parameters.
     """
 
     owner: torch.nn.Module
@@ -68,35 +68,35 @@ _OBSERVED = (
     *("outputs", "results", "flops", "sharing", "writes", "kept"),
     *("saved_bytes", "forward_bytes", "backward_bytes", "recomputing_bytes"),
 )
-"""The attributes of a leaf that a run on other values yields."""
+"""The attributes of a leaf that are observed in a run on other values."""
 
 
 class Leaf:
     """A call of a leaf module, or of a function that runs as it is: the opaque argument of ``fsdp_leaf``.
 
     Args:
-        path: of the module in the model; the name of the function.
-        function: the module itself, if it is one.
-        entries: all names of parameters.
+        path: the path of the module in the model, or the name of the function.
+        function: the function, or the module itself.
+        entries: all names of the module's parameters.
         inputs, parameters: the tensors that the call reads.
-        arguments: how its arguments are nested.
+        arguments: the nesting of its arguments, and its constants.
         autocasts: arguments of ``torch.autocast``, the outermost first.
 
     Attributes:
         sharded: the numbers of its sharded parameters, whose memory is gathered for one run. The others are ignored ones.
-        name: in traces.
-        traced_name: the one in the computation before ``prepare_leaves``.
-        names: those of all calls in traces.
+        name: its name in traces.
+        traced_name: its name in the computation before ``prepare_leaves``.
+        names: the names of all calls in traces.
         needs: whether the gradient of each input, and then of each parameter, is needed; empty before ``prepare_leaves``.
-        outputs, results: the tensors that it returns, and how they are nested.
-        recomputes: whether backward runs its forward again instead of keeping what autograd saves.
+        outputs, results: the tensors that it returns, and their nesting, with constants.
+        recomputes: whether backward runs its forward again, so that autograd saves only its inputs.
         sharing: the numbers of outputs that share memory with an input, an attribute or another output, as observed
-            once. The trace gets copies of inputs.
+            once. The trace gets copies of those that share memory with inputs.
         writes: the attributes that it changed when it was observed, each with the path of its module in the leaf.
-        communicates: whether it may communicate: the user has said what it returns, so no run of it was observed.
+        communicates: whether it may communicate: a function of the user gives its outputs, and no run was observed.
         kept: the numbers of the inputs, and then of the outputs, that autograd keeps for backward, as observed once.
-        saved_bytes: bytes that it keeps besides these and parameters.
-        forward_bytes, backward_bytes: the most bytes that exist in either besides these, its results included.
+        saved_bytes: bytes that autograd keeps besides these and the parameters.
+        forward_bytes, backward_bytes: the peak of all other bytes in forward and in backward, its results included.
         recomputing_bytes: the same for a backward that runs forward again.
         flops: floating-point operations of a forward by dtype, by the formulas of ``torch.utils.flop_counter``.
     """
@@ -145,17 +145,17 @@ class Leaf:
 
     @property
     def text_to_compare(self) -> str:
-        """What ranks compare of it."""
+        """The text that ranks compare."""
         return " ".join((self.path, *(type(module).__name__ for module in self.modules)))
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         kinds = [type(module).__name__ for module in self.modules]
         return f"leaf module {self.path!r} ({kinds[0]})" if kinds else f"leaf function {self.path!r}"
 
     def take_observations(self, other: Leaf) -> None:
-        """Take what was observed of a call of a module that is like this one."""
+        """Copy the observations of an equal call of a similar module."""
         for name in _OBSERVED:
             setattr(self, name, getattr(other, name))
 
@@ -164,7 +164,7 @@ class Leaf:
         return {dtype: flops * (2 if symbol.endswith("backward") else 1) for dtype, flops in self.flops.items()}
 
     def bytes_of(self, symbol: str) -> int:
-        """Return the most bytes that exist while a symbol runs it, results included, besides those that it saves."""
+        """Return the peak of bytes while a symbol runs it: results are included, bytes saved for backward are not."""
         if symbol.endswith("backward"):
             return self.backward_bytes
         return self.forward_bytes + (0 if symbol.endswith("forward") else self.saved_bytes)
@@ -175,7 +175,7 @@ class Leaf:
         return any(known.differentiable for known in self.outputs)
 
     def give_name(self, names: set[str]) -> None:
-        """Take a name in traces that no other call has."""
+        """Give this call a name in traces that no other call has."""
         base = self.name or "leaf_" + re.sub(r"\W", "_", self.path)  # the same for `a.b` and `a_b`
         numbered = (f"{base}_{number}" for number in range(1, len(names) + 2))
         self.name = next(name for name in (base, *numbered) if name not in names)
@@ -183,7 +183,7 @@ class Leaf:
         names.add(self.name)
 
     def needing(self, needs: tuple[bool, ...], *, recomputes: bool) -> Leaf:
-        """Return the same call with the gradients that are needed of it."""
+        """Return a variant of this call that computes the needed gradients."""
         key = needs, recomputes
         if key not in self._variants:
             other = self._variants[key] = object.__new__(Leaf)
@@ -198,7 +198,7 @@ class Leaf:
 
     @contextlib.contextmanager
     def bound(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the module have these parameters."""
+        """In this context, let the module have these parameters."""
         former = [owner._parameters[key] for owner, key, _ in self.entries]
         self._replace(former, [parameters[index] for _, _, index in self.entries])
         try:
@@ -250,7 +250,7 @@ class Leaf:
 
     @functools.cached_property
     def stand_in(self) -> torch.Tensor:
-        """The tensor that takes the place of inputs and parameters in autograd."""
+        """The tensor that stands for inputs and parameters in autograd."""
         known = next(itertools.compress((*self.inputs, *self.parameters), self.needs))
         return torch.empty(0, device=known.device, requires_grad=True)
 
@@ -263,5 +263,5 @@ class Leaf:
         return f"{names[entry.owner]}.{entry.key}".lstrip(".")
 
     def fail(self, code: str, **values: object) -> NoReturn:
-        """Raise an error of the running call, whose text begins with the title of the leaf."""
+        """Raise an error whose text begins with the title of the leaf."""
         raise coded_error(RuntimeError, code, title=self.title, **values)

@@ -2,19 +2,19 @@
 
 [Note: Leaf modules]
 A leaf is not traced. Its call is one operator, ``fsdp_leaf``, which reads the inputs and the unsharded parameters. Its
-grad rule makes two: ``fsdp_leaf_forward`` runs the module with gradients and returns its autograd graph as an opaque value,
-``fsdp_leaf_backward`` runs that graph. Backward reads the parameters, too, so that the schedule gathers them again.
+grad rule replaces it by two: ``fsdp_leaf_forward`` runs the module with gradients and returns its autograd graph as an
+opaque value; ``fsdp_leaf_backward`` runs that graph, and reads the parameters, too, so that the schedule gathers them again.
 
 Between the two, the slots of the parameters hold other buckets. So the graph must not refer to their memory:
 
-- What autograd saves of a parameter is replaced by its place in it (``saved_tensors_hooks``), and found again in the
-  parameters that backward has gathered.
+- Where autograd saves a view of a parameter, ``saved_tensors_hooks`` save only its position there. Backward finds it again
+  in the parameters that it has gathered.
 - Autograd knows parameters as results of a function of a *stand-in* without memory. That function gets their gradients.
 - Each parameter has a storage of its own. If more tensors own it after forward than before, something keeps it: an
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
 
-A write to a parameter would be lost with the slot. Its version shows it: ``.data`` shares the version of a parameter
-(:class:`_GivenParameter`), and a parameter has one in inference mode, too.
+A write to a parameter would be lost with the slot. The parameter's version shows it: writes through ``.data`` change the
+version, too (:class:`_GivenParameter`), and parameters have one in inference mode as well.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _GivenParameter(torch.nn.Parameter):
 
 
 class _Place(NamedTuple):
-    """A tensor in the memory of a parameter.
+    """The position of a tensor in the memory of a parameter.
 
     Attributes:
         offset: from the beginning of the parameter, in elements of this dtype.
@@ -70,7 +70,7 @@ class _Place(NamedTuple):
     offset: int
 
     def find_in(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this part of a parameter, whose memory may be another one by now."""
+        """Return the tensor at this position of a parameter, which may have been gathered into other memory since."""
         if parameter.dtype != self.dtype:
             storage = with_own_storage(parameter).untyped_storage()
             return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
@@ -82,12 +82,12 @@ class _Place(NamedTuple):
 
 
 class _Packing:
-    """The hooks of what autograd saves in one forward of a leaf. The graph keeps them, so they know nothing of the graph.
+    """The hooks for tensors that autograd saves in one forward of a leaf. The graph keeps them, so they do not refer to it.
 
     Attributes:
-        numbers: of parameters, by the addresses of their storages; empty once forward has run.
+        numbers: the numbers of parameters, by the addresses of their storages; empty once forward has run.
         memory: the parameters, during forward and backward.
-        gradients: of the inputs and parameters that need one, while the backward of the model runs that of the leaf.
+        gradients: of the inputs and parameters that need one; ``None`` except while :func:`backward` runs.
     """
 
     def __init__(self, leaf: Leaf, numbers: dict[int, int]) -> None:
@@ -105,7 +105,7 @@ class _Packing:
         except (RuntimeError, NotImplementedError):  # it has no storage: a fake tensor, while a compiler traces
             return tensor
         if index is None or not tensor.numel():
-            return tensor.detach(), tensor._version  # with its node, a result would be in a reference cycle
+            return tensor.detach(), tensor._version  # a result with its node would be in a reference cycle
         if tensor.is_conj() or tensor.is_neg():
             return tensor.resolve_conj().resolve_neg().clone()
         return _Place(index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -124,13 +124,13 @@ class _Packing:
 
 
 class LeafState:
-    """What one forward of a leaf leaves for its backward.
+    """The state that forward of a leaf leaves for backward.
 
     Attributes:
-        name: of the leaf in the computation.
-        edges: of the outputs; ``None`` once a backward has run that does not keep the graph.
-        used: for each output the sharded parameters, by identity, that it depends on; see [Note: Outputs without gradient]
-            in ``runtime.unused_outputs``.
+        name: the name of the leaf in the computation.
+        edges: the outputs' edges in autograd's graph; ``None`` once a backward has run that does not keep the graph.
+        used: for each output, the identities of the sharded parameters that it depends on; see [Note: Outputs without
+            gradient] in ``runtime.unused_outputs``.
     """
 
     def __init__(self, leaf: Leaf, packing: _Packing) -> None:
@@ -140,7 +140,7 @@ class LeafState:
 
 
 def _owner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a version and with a storage of no more than the parameter: itself, if it is one."""
+    """Return a parameter with a version and a storage of its own: ``parameter`` itself, if it has both."""
     is_alone = parameter.untyped_storage().nbytes() == parameter.nbytes
     return parameter if is_alone and not parameter.is_inference() else with_own_storage(parameter)
 
@@ -151,7 +151,7 @@ def _of_type(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _LeafCall:
-    """One call of a leaf: what it gets, and the checks of what it leaves."""
+    """One call of a leaf: its tensors, and the checks after it."""
 
     def __init__(self, leaf: Leaf, tensors: Sequence[torch.Tensor]) -> None:
         count = len(leaf.inputs)
@@ -169,7 +169,7 @@ class _LeafCall:
         self.first_version = [p._version for p in self.parameters]
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that the trace gets: none shares memory with an input or a parameter."""
+        """Return the results for the trace, as copies if they may share memory with an input or a parameter."""
         strided = [t for t in self.given if t.layout is torch.strided]
         known = self.pointers.keys() | {t.untyped_storage().data_ptr() for t in strided}
         may_share = len(strided) < len(self.given)  # such as the values of a sparse tensor
@@ -187,7 +187,7 @@ class _LeafCall:
                 self.leaf.fail("leaf.ignored-parameter-replaced", name=self.leaf.name_of(number))
 
     def check(self) -> None:
-        """Check that nothing was changed in place or is kept that the schedule knows nothing of."""
+        """Check that no input and no sharded parameter was changed in place."""
         leaf = self.leaf
         for number, (tensor, version) in enumerate(zip(self.given, self.versions, strict=True)):
             if version is not None and tensor._version != version:
@@ -198,7 +198,7 @@ class _LeafCall:
         self.parameters.clear()
 
     def check_freed(self) -> None:
-        """Check that nothing keeps a parameter."""
+        """Check that nothing keeps the memory of a parameter."""
         if list(map(storage_uses, self.storages)) != self.uses:
             gc.collect()
             kept = [i for i, uses in enumerate(map(storage_uses, self.storages)) if uses != self.uses[i]]
@@ -209,7 +209,7 @@ class _LeafCall:
 def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Call a leaf without gradients.
 
-    If its outputs had none when it was observed, although something that it reads needs one, this is checked.
+    If an input or parameter needs a gradient, but no output had one when the leaf was observed, check that none has one now.
     """
     one = _LeafCall(leaf, tensors)
     with torch.set_grad_enabled(any(leaf.needs)):
@@ -259,14 +259,14 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _used(edge: Any, binding: Any, count: int) -> set[int]:
-    """Return which of the ``count`` results of the node ``binding`` the output with this edge depends on."""
+    """Return the numbers of those results of the node ``binding``, of ``count``, on which the output of ``edge`` depends."""
     if edge is None or edge.node is binding:
         return set() if edge is None else {edge.output_nr}
     found, nodes = set[int](), [edge.node]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if node.name() == "CheckpointFunctionBackward":  # a reentrant checkpoint: what it uses is known in backward
+        if node.name() == "CheckpointFunctionBackward":  # a reentrant checkpoint, whose graph exists only in backward
             return set(range(count))
         for following, number in node.next_functions:
             if following is binding:
@@ -304,8 +304,8 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
     state.packing.gradients = grads
     try:
         if pairs:
-            # A region of torch.utils.checkpoint in the module reads the parameters again; a reentrant one, with which
-            # autograd.grad would not do, computes gradients of these.
+            # A region of torch.utils.checkpoint in the module reads the parameters again. A reentrant one, which
+            # `autograd.grad` does not support, accumulates their gradients itself.
             with leaf.bound(parameters):
                 edges, gradients = zip(*pairs, strict=True)
                 run_backward(edges, gradients, keeps)
@@ -323,7 +323,7 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
     return tuple(
         torch.zeros((), dtype=of.dtype, device=of.device).expand(of.shape)
         if grad is None
-        else grad.clone()  # a view of a parameter, for example, would be lost with its slot
+        else grad.clone()  # such as a view of a parameter, which would be lost with its slot
         if grad.numel() and grad.untyped_storage().data_ptr() in known
         else grad
         for grad, of in zip(grads, needed, strict=True)

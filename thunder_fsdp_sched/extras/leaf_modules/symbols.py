@@ -25,9 +25,9 @@ from .leaf import Leaf
 
 
 def call(leaf: Leaf, *tensors: TensorProxy) -> list[TensorProxy]:
-    """Trace a call of a leaf; return its outputs, those without a gradient as constants.
+    """Trace a call of a leaf; return its outputs, with those detached that have no gradient.
 
-    They are not tagged as such, because Thunder takes an operator for a constant if one of its results is one.
+    They are not tagged as constants, because Thunder takes an operator for a constant if one of its results is tagged.
     """
     outputs = fsdp_leaf(leaf, *tensors)
     return [
@@ -62,11 +62,11 @@ def _facts(bsym: BoundSymbol) -> Facts:
 
 
 def _register(name: str, function: Any, meta: Any, *tags: OpTags) -> Any:
-    # Nothing runs a leaf again, and nothing merges two of its calls.
+    # The tag keeps passes from recomputing a leaf, and from merging two of its calls.
     return register(name, function, meta=meta, printer=_print, tags=[OpTags.RANDOM_OP, *tags], facts=_facts)
 
 
-# It may change buffers, draw, or raise an error, also if nothing reads what it returns.
+# A leaf may change buffers, draw random numbers or raise an error, so it also runs if nothing reads its outputs.
 fsdp_leaf = _register("fsdp_leaf", run.run, _meta, OpTags.DONT_DCE)
 fsdp_leaf_forward = _register("fsdp_leaf_forward", run.forward, _forward_meta, OpTags.DONT_DCE)
 fsdp_leaf_backward = _register("fsdp_leaf_backward", run.backward, _backward_meta)
@@ -137,7 +137,7 @@ def prepare_leaves(trace: TraceCtx) -> TraceCtx:
 
 
 def _keep_unread(trace: TraceCtx) -> None:
-    """Let a result of the trace depend on the leaves that nothing reads, which would else run in backward."""
+    """Let a result of the trace depend on leaves whose outputs nothing reads: otherwise they would run in backward."""
     *bsyms, last = trace.bound_symbols
     needed, unread = set(args_of(last)), list[TensorProxy]()
     for bsym in reversed(bsyms):
