@@ -1,2 +1,1 @@
-"""Faster compiling: calls without hooks are traced as calls of ``forward``, modules that are alike only once, and modes that
-compute the same share a joint trace."""
+"""Tracing of sharded models: faster look-ups, checks of inputs, and errors for programs that a trace does not reproduce."""

@@ -1,7 +1,7 @@
 """Assign and delete attributes as Python does: by a class's own ``__setattr__``, and by properties and other descriptors.
 
-Thunder remembers the assigned value as that of the attribute, whatever a setter of Python has made of it, and goes on to
-find an attribute that the program has deleted.
+Thunder remembers the assigned value as that of the attribute, even if a setter stores another one, and still finds an
+attribute that the program has deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def look_aside(function: Any, args: tuple[WrappedValue, ...], found: Any, is_of_
     """Return what to call in place of ``setattr``, ``delattr`` and ``object.__setattr__``.
 
     Args:
-        args: wrapped.
+        args: the wrapped arguments.
         found: what is called in place of the function otherwise.
         is_of_input: whether the object is the module, an argument, or a part of them.
     """

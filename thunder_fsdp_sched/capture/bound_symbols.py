@@ -1,4 +1,4 @@
-"""Keys and copies of bound symbols, and regions that repeat: equal keys mean equal transformation, up to proxies.
+"""Keys and copies of bound symbols, and repeated regions. Equal keys mean equal transformation, up to proxies.
 
 [Note: Regions]
 When a module is called, the bound symbols that it adds to the trace get a common tag (``ModuleCall``). Tags survive the
@@ -49,11 +49,11 @@ class Structure(NamedTuple):
 
 
 class _Unknown(Exception):
-    """A proxy is of a kind that is not known here."""
+    """A proxy of a kind that has no key."""
 
 
 class StructuralKeys:
-    """Computes structures of values in one trace, which it assumes to stay alive."""
+    """Computes structures of values in one trace, which must stay alive."""
 
     def __init__(self) -> None:
         self._facts: dict[int, Any] = {}  # of proxies by their identity, without tags
@@ -157,8 +157,8 @@ class BoundSymbolCopies:
 
     Args:
         trace: names new proxies.
-        new: the proxies that replace others, by the names of those. Copies for all that the copied bound symbols define
-            are added to it; proxies that are neither in it nor defined stay as they are.
+        new: the proxies that replace others, by the names of the others. Proxies for all results of the copied bound symbols
+            are added to it. Other proxies stay as they are.
         parameters: the parameters that replace others in ``fsdp_unshard`` and ``fsdp_reduce``.
     """
 
@@ -185,7 +185,7 @@ class BoundSymbolCopies:
         return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
 
     def tags_of(self, proxy: Proxy) -> set[Any]:
-        """Return the tags of the proxy that replaces one that bound symbols define."""
+        """Return the tags of the proxy that replaces a result of a copied bound symbol."""
         return set(proxy.tags)
 
     def swap(self, value: Any) -> Any:
@@ -201,7 +201,7 @@ class BoundSymbolCopies:
 
 
 class RepeatedRegion(NamedTuple):
-    """The bound symbols of one module call, of which later bound symbols read one result."""
+    """The bound symbols of one module call, with a single result that later bound symbols read."""
 
     start: int  # the position of the first bound symbol
     stop: int  # the position after the last one
@@ -248,7 +248,7 @@ def find_repeated_regions(
 
 
 def _spans_of_calls(bsyms: Sequence[BoundSymbol]) -> set[tuple[int, int]]:
-    """Return where calls start and stop, with the unshards that were inserted for the first bound symbol of a call."""
+    """Return where calls start and stop, including the unshards that were inserted for a call's first bound symbol."""
     found: dict[ModuleCall, tuple[int, int]] = {}
     start = 0
     for position, bsym in enumerate(bsyms):
@@ -263,7 +263,7 @@ def _spans_of_calls(bsyms: Sequence[BoundSymbol]) -> set[tuple[int, int]]:
 def _read_region(
     bsyms: Sequence[BoundSymbol], start: int, stop: int, last_use: Mapping[str, int], keys: StructuralKeys
 ) -> tuple[Any, RepeatedRegion | None]:
-    """Return the key and the region between two positions; no region if it has another number of results than one."""
+    """Return the key and the region between two positions; no region unless it has a key and exactly one result."""
     inside = bsyms[start:stop]
     results = [out for bsym in inside for out in defined_by(bsym) if last_use.get(out.name, -1) >= stop]
     structure = keys.of(*inside)

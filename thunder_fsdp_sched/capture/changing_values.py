@@ -1,12 +1,12 @@
 """Calls whose results change from one call of forward to the next: random numbers, clocks, torch's generators.
 
 [Note: Values that change]
-While Thunder traces, it runs what is no operator of a tensor, and the trace keeps the result. A number that Python draws is
-drawn once, and LayerDrop drops the same layers for ever. All functions that the interpreter does not interpret further come
-by here, also those that ``random.choice`` or ``uuid.uuid4`` call inside, by whatever name or object the program calls
-them. Those of the table raise an error, except that
+While Thunder traces, it runs everything that is not an operator on tensors, and the trace keeps the result. So Python draws
+a random number once, and LayerDrop drops the same layers in every call. Each function that the interpreter does not
+interpret further is checked here, also within ``random.choice`` or ``uuid.uuid4``, by whatever name or object the program
+calls it. The functions of the table raise an error, except that
 
-- a generator which forward itself has made draws the same each time if it gets a seed, and
+- a seeded generator that forward itself has made draws the same numbers in each call, and
 - clocks that ``logging``, ``warnings``, torch and Thunder read for themselves do not influence what forward computes.
 
 Environment variables change rarely, and libraries read them anywhere, so the prologue compares those that forward reads.
@@ -105,7 +105,7 @@ def _is_new(args: Sequence[Any]) -> bool:
 
 
 class ForeignIterators:
-    """The iterators that a traced program has not made: they are further on in the next call."""
+    """The iterators that a traced program has not made: in the next call they are at another position."""
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}  # by identity

@@ -2,10 +2,10 @@
 
 [Note: Contents of containers]
 Thunder checks each item of a list or dictionary that the interpreter sees the program read. It does not see what native
-code reads: ``sum(self.weights)``, ``self.sizes == (2, 2)``, or anything of a deque or an array of numpy. And a program that
+code reads: ``sum(self.weights)``, ``self.sizes == (2, 2)``, or anything of a deque or an array of NumPy. And a program that
 changes a container in place changes it once, when it is traced. So the contents of each container are noted when the
-program reads it from its module or its arguments. The prologue compares those of containers that native code has read, and
-of those that differ when the trace ends, so that the call which has just been compiled is refused.
+program reads it from its module or its arguments. The prologue compares the contents of containers that native code has
+read. It also compares those that have changed when the trace ends, so the call that was just compiled is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .refusals import refusal
 
 GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
-"""The instructions that assign or delete a global, and a variable of a function that others share."""
+"""The instructions that assign or delete a global variable, and a variable that nested functions share."""
 
 CALL_NOTHING = frozenset({callable, isinstance, issubclass, super, type, getattr, hasattr})
 """Builtins that read no contents of their arguments."""
 
 READ_ITEMS = frozenset({"__getitem__", "__len__", "__setitem__"})
-"""Methods of containers that read no other items than those under their arguments."""
+"""Methods of containers that read at most the item under their argument."""
 
 NATIVE_OPERANDS: dict[str, Callable[[int], Iterable[int]]] = {
     "COMPARE_OP": lambda arg: (-1, -2),
@@ -38,15 +38,15 @@ NATIVE_OPERANDS: dict[str, Callable[[int], Iterable[int]]] = {
     **dict.fromkeys(("SET_ADD", "SET_UPDATE", "DICT_UPDATE"), lambda arg: (-1,)),
     "MAP_ADD": lambda arg: (-2,),
 }
-"""Instructions that the interpreter does not interpret further, and where on the stack the values are that they compare
-or take hashes of, by their argument."""
+"""Instructions that run natively, each with a function of its argument that returns the stack positions of the values that
+it compares or hashes."""
 
 
 _COPIED = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class ContainerContents:
-    """The contents of a container, which other containers are compared with."""
+    """The contents of a container, for comparison with other containers."""
 
     def __init__(self, container: Any) -> None:
         self._contents, self._text = _contents_of(container), f"{container!r:.100}"
@@ -79,7 +79,7 @@ class Containers:
         """Note which of its arguments a function reads as a whole.
 
         Args:
-            is_interpreted: whether it has a lookaside; those of functions that are not torch's read item by item.
+            is_interpreted: whether it has a lookaside. Lookasides read item by item, except those of torch's functions.
         """
         name, owner = getattr(function, "__name__", ""), getattr(function, "__objclass__", None)
         if is_interpreted:
@@ -149,5 +149,5 @@ _READ_NOTHING = frozenset({*CALL_NOTHING, object.__new__, object.__init__})
 
 
 def _contents_of(value: Any) -> Any:
-    # Tracing replaces parameters, and one that is read by another name is an error.
+    # Parameters count as equal, because tracing replaces them. To read one by another name is an error.
     return key_of(value, of_parameter=lambda _: torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""Which of the values that a program reads are compared in each call, and how: see [Note: Guarded inputs]."""
+"""Choose how each call compares the values that a program reads, and which of them: see [Note: Guarded inputs]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BY_EQUALITY: tuple[type, ...] = (
 
 
 def check_of(value: Any) -> Check:
-    """Return what is compared of a value."""
+    """Return the comparison of a value."""
     if isinstance(value, (*_CODE, NoneType, enum.Enum)):
         return IS, value
     if isinstance(value, _BY_EQUALITY):
@@ -48,7 +48,7 @@ def is_checked(path: Path, value: Any, checks: Mapping[Path, Check]) -> bool:
         checks: those of values that the program has read before.
     """
     owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
-    is_method = owner is not None and not isinstance(owner, (torch.nn.Module, ModuleType))  # of which builtins are
+    is_method = owner is not None and not isinstance(owner, (torch.nn.Module, ModuleType))  # as builtins have
     is_item = path[-1][0] == ITEM and path[:-1] in checks
     is_state = _is_state_of_program(path, value) or (isinstance(value, _CODE) and is_item)
     return not (is_method or isinstance(value, IGNORED)) and (is_state or may_differ(path))

@@ -12,7 +12,7 @@ import torch
 from .paths import Path
 
 AUTO = "auto"
-"""In place of the name of a leaf module: any that Thunder cannot trace."""
+"""Stands for every module that Thunder cannot trace, in place of the name of a leaf module."""
 
 
 CALLS = frozenset(
@@ -25,21 +25,21 @@ CALLS = frozenset(
         ),
     )
 )
-"""The identities of functions that call one of the user, which Thunder may not know: autograd functions, operators."""
+"""The identities of torch's functions that call an autograd function or an operator, which Thunder may not know."""
 
 
 class Leaves(dict[torch.nn.Module, str]):
-    """The path of each leaf module.
+    """The leaf modules of a model, each with its path.
 
     Attributes:
-        model: of which they are parts.
+        model: the model that contains them.
         automatic: whether modules that cannot be traced become leaves.
-        output_like: functions that say what a leaf returns, by its path.
-        calls: those that were traced, by module or function, and by what they pass.
+        output_like: functions that return tensors like a leaf's outputs, by the path of the leaf.
+        calls: the calls that were traced, by module or function, and then by a key of what they pass.
         obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
-        names: those of calls in traces.
-        written: the attributes that the leaves which the program has called so far assign, by module and name, each with
-            the path of the leaf.
+        names: the names of calls in traces.
+        written: the attributes changed by leaves that forward has called so far, by module and name, each with the path of
+            the leaf.
         arguments: the tensors among the arguments of the running call, with their paths, by the names of their proxies.
         announced: the classes of modules, and the functions, of which a warning has said that they run as they are.
     """

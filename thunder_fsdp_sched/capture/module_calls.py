@@ -3,8 +3,8 @@
 [Note: Module calls]
 Thunder has one table of functions that it calls in place of others while it traces ("lookasides"). The first ``thunder.jit``
 with ``fsdp`` registers one there for ``nn.Module.__call__``, for the rest of the process. In programs that ``fsdp`` does not
-shard it does what torch does. What each call adds to the trace gets a tag: see [Note: Regions] in ``bound_symbols``.
-So does what a call of ``torch.utils.checkpoint.checkpoint`` adds, which Thunder's own lookaside still traces.
+shard, it does what torch does. The bound symbols that a call adds to the trace get a tag: see [Note: Regions] in
+``bound_symbols``. So do those of a call of ``torch.utils.checkpoint.checkpoint``, which Thunder's own lookaside traces.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _reads: weakref.WeakKeyDictionary[Any, tuple[InputReads, Leaves | None]] = weakr
 def trace_module_calls(compile_data: Any, reads: InputReads, leaves: Leaves | None = None) -> None:
     """Let the calls of modules without hooks be traced as calls of ``forward``.
 
-    Thunder interprets ``nn.Module.__call__``, which tests eight dictionaries of hooks, and this takes half of its time.
+    Otherwise Thunder interprets ``nn.Module.__call__``, whose tests of eight dictionaries of hooks take half of its time.
 
     Args:
-        compile_data: that of one jitted module; other programs that Thunder compiles are not affected.
+        compile_data: Thunder's data of one jitted module; other programs that Thunder compiles are not affected.
         reads: notes what the program reads from its inputs.
         leaves: modules that are not traced; see [Note: Leaf modules] in ``extras.leaf_modules.run``.
     """
@@ -80,7 +80,7 @@ def _call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
         result = do_raise(latest_refused() if count_refused() > refused else internal_error(error))
     if count_refused() > refused and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        result = do_raise(latest_refused())  # here, where the module is known that may run as it is
+        result = do_raise(latest_refused())  # here, because this module may run as it is
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         from .module_in_error import name_in_error  # here, because most programs can be traced
 
@@ -95,8 +95,8 @@ def _call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _checkpoint(lookaside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Trace a call of ``torch.utils.checkpoint.checkpoint`` as Thunder does, and tag what it adds to the trace.
 
-    Thunder adds it to the outermost scope. In a region within another one, that would be before what the outer one has
-    added so far.
+    Thunder adds the bound symbols to the outermost scope. For a region within another one, this would be before those that
+    the outer region has added so far.
     """
     trace = get_jit_ctx().computation_trace
     before = len(trace.bound_symbols)

@@ -1,4 +1,4 @@
-"""Name the module in whose forward an exception was raised while it was traced, and what to do instead."""
+"""Notes of exceptions that are raised while tracing: the module in whose forward, and what to do instead."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BY_TEXT = (
 
 
 def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
-    """Add a note to the exception: the module, the dtypes of its parameters, and the line; unless a module within it did.
+    """Add a note to the exception, unless an inner module has: the module, the dtypes of its parameters, and the line.
 
     Thunder's messages name no module, and most lines of the traceback are the interpreter's.
 
@@ -79,7 +79,7 @@ def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
 
 
 def internal_error(error: BaseException) -> BaseException:
-    """Return the error for a program at which Thunder's interpreter itself fails, although Python may run it."""
+    """Return the error for a program on which Thunder's interpreter itself fails, although Python may run it."""
     if code_of(error) is not None:
         return error  # one of this package
     lines = traceback.extract_tb(error.__traceback__)

@@ -31,8 +31,8 @@ def look_aside(function: Any, args: tuple[Any, ...], paths: Paths) -> Callable[.
     """Return what to call in place of ``nn.Module.__getattr__``, with the same result, provenance and checks.
 
     Args:
-        function: others are left alone.
-        args: the wrapped arguments. Members of the compiled module are found, as long as the program has modified nothing.
+        function: the called function; only ``nn.Module.__getattr__`` is replaced.
+        args: the wrapped arguments. Only members of the compiled module are found, until the program modifies something.
         paths: those of the compilation.
     """
     if function is not _GETATTR or len(args) != 2 or has_been_modified(get_jit_ctx()):
@@ -49,7 +49,7 @@ def look_aside(function: Any, args: tuple[Any, ...], paths: Paths) -> Callable[.
 def _find(kinds: tuple[str, ...], module: WrappedValue, name: WrappedValue) -> Any:
     """Return the wrapped member, which is in the last of these dictionaries.
 
-    All values of a dictionary are wrapped, as Thunder does at a test for a key: it checks those that may change.
+    All values of a dictionary are wrapped, as by Thunder's own test for a key, because it checks those that may change.
     """
     attributes = attribute(module, "__dict__")
     attributes.track_items()

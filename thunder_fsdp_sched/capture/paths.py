@@ -1,4 +1,4 @@
-"""Keys of values, and where an interpreted program reads them.
+"""Keys of values, and the paths by which an interpreted program reads them.
 
 Values with equal keys are alike for a trace. The path of a value is the attributes and items that lead to it from an input
 or a constant.
@@ -60,13 +60,13 @@ def key_of(value: Any, depth: int = DEPTH, of_parameter: Callable[[Any], Any] | 
 
 
 def is_numpy(value: Any) -> bool:
-    """Return whether a value is an array of numpy, if that is imported."""
+    """Return whether a value is an array of NumPy; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 class IdentityKey:
-    """Equal for one object only, which it keeps alive."""
+    """A key that equals only those of the same object, and keeps the object alive."""
 
     __slots__ = ("value",)
 
@@ -90,7 +90,7 @@ Path = tuple[Any, ...]
 its ``INPUTS``, or :class:`IdentityKey` of an object of the program's code: a function, a class, a module."""
 
 COMPUTED: Path = ("computed",)
-"""In place of a path: the value was read from an input, but under a name or key that the program computed."""
+"""The path of a value that was read from an input, but under a name or key that the program computed."""
 
 
 class Paths:
@@ -141,7 +141,7 @@ class Paths:
 
 
 class ConcretePaths(Paths):
-    """Paths in which a key that the program has computed is the key: all that it is computed from is checked as well."""
+    """Paths that contain the values of computed keys: everything that such a key is computed from is checked as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ _GETTERS = tuple(kind.__get__ for kind in _MEMBERS)
 
 
 def is_hashable(value: object) -> bool:
-    """Return whether ``value`` has a hash, also if it is a tuple."""
+    """Return whether ``value`` has a hash, which for a tuple depends on its items."""
     try:
         hash(value)
     except TypeError:

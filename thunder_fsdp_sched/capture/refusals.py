@@ -20,7 +20,7 @@ AS_TENSORS = (
 """The advice for a program that depends on the value of a tensor."""
 
 _PACKAGE = str(Path(__file__).parents[1])
-_STANDARD = str(Path(random.__file__).parent)  # Python's library, which also has the folder of installed packages
+_STANDARD = str(Path(random.__file__).parent)  # Python's library, which may contain installed packages
 
 _refused: ContextVar[list[NotImplementedError] | None] = ContextVar("_refused", default=None)
 
@@ -71,7 +71,7 @@ def latest_refused() -> NotImplementedError:
 
 
 def is_in_thunder() -> bool:
-    """Return whether the traced function that runs is one of Thunder's own, which goes on with Thunder's types."""
+    """Return whether the traced function that runs is one of Thunder's own, which needs Thunder's types."""
     return str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder.")
 
 
@@ -93,6 +93,6 @@ def user_line() -> str:
 
 
 def is_of_program(filename: str) -> bool:
-    """Return whether a file is none of Python's library, torch, Thunder and this package."""
+    """Return whether a file is not part of Python's library, torch, Thunder or this package."""
     is_standard = filename.startswith(_STANDARD) and "site-packages" not in filename
     return not (is_standard or is_library(filename) or is_own(filename) or filename.startswith("<"))

@@ -1,4 +1,4 @@
-"""Functions of torch in forms that Thunder does not know, by others that it knows; the interpreter interprets them."""
+"""Functions of torch in forms that Thunder does not know, written with functions that it knows, for the interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..private_thunder import shape_of
 
 
 def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return what to call in place of a function with this name, with the same wrapped arguments, in such a form."""
+    """Return what to call in place of a function, with the same wrapped arguments; ``None`` if Thunder knows this form."""
     if function is torch.as_tensor:
         return partial(call_interpreted, as_tensor)
     if function is torch.eye:
@@ -59,14 +59,14 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
         data = unwrap(kwargs.get("data", args[0] if args else None))
         kind = python_type_of(data)
-        if "dtype" not in kwargs and kind in (float, complex):  # of which Thunder makes one in float32
+        if "dtype" not in kwargs and kind in (float, complex):  # Thunder ignores the default dtype
             return partial(call_interpreted, tensor_of, wrap_const(dtype.to_complex() if kind is complex else dtype))
     if name.endswith("_"):
         return partial(call_interpreted, in_place, wrap_const(name[:-1]))
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, reshape, wrap_const(function))
     if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
-        return partial(call_interpreted, norm)  # Thunder calls torch.linalg.norm, which of a matrix is another one
+        return partial(call_interpreted, norm)  # Thunder calls torch.linalg.norm, another norm for matrices
     if (parts := _PARTS.get(name)) and _has_parts(parts, args, kwargs):
         return partial(call_interpreted, parts)
     if name == "repeat_interleave" and "output_size" in kwargs:
@@ -75,7 +75,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of ``chunk`` or ``unbind`` is right, and has results of a size that is no proxy."""
+    """Return whether a call of ``chunk`` or ``unbind`` is valid, and divides a dimension of known size."""
     try:
         bound = inspect.signature(function).bind(
             *map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()}
@@ -92,8 +92,8 @@ def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return type(size) is int and (size > 0 or not chunks) and all(number > 1 for number in chunks)
 
 
-# The gradient of split is one concatenation. For these Thunder takes slices, of which each pads its gradient to the size of
-# the input.
+# Thunder implements these by slices, each of which pads its gradient to the size of the input. The gradient of a split is a
+# single concatenation.
 
 
 def chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
@@ -108,7 +108,7 @@ _PARTS: dict[str, Callable[..., Any]] = {"chunk": chunk, "unbind": unbind}
 
 
 def _of_statistics(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return what to call where running statistics are given, if Thunder changes them in another way than torch."""
+    """Return what to call with running statistics, if Thunder updates them differently from torch."""
     try:
         given = inspect.signature(_WITH_STATISTICS[function]).bind(*args, **kwargs).arguments
     except TypeError:
@@ -146,7 +146,7 @@ def batch_norm_of_nothing(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    # Thunder's statistics of an empty batch are not numbers, and torch's stay as they are.
+    # An empty batch makes Thunder's running statistics NaN, and leaves torch's as they are.
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
@@ -177,7 +177,7 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    # Thunder has other parameters, and None for ignore_index, at which its gradient fails.
+    # Thunder's function has other parameters, and fails in backward with its default, None, for ignore_index.
     reduction = _reduction(size_average, reduce, reduction)
     return F.nll_loss(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
 
@@ -187,7 +187,7 @@ def with_long_target(
 ) -> torch.Tensor:
     if input.dim() > 2:
         raise RuntimeError("expected scalar type Long but found Byte")  # as torch does
-    return function(input, target.long(), *args, **kwargs)  # Thunder indexes by it, and torch takes bytes for a mask
+    return function(input, target.long(), *args, **kwargs)  # torch would index by bytes as by a mask
 
 
 def argmin(input: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
@@ -199,7 +199,7 @@ def isfinite(input: torch.Tensor) -> torch.Tensor:
 
 
 _WITHOUT_GRADIENT = {"argmin": argmin, "isfinite": isfinite}
-"""Functions at which Thunder fails to differentiate a trace."""
+"""Functions with which Thunder cannot differentiate a trace."""
 
 
 def linspace(
@@ -220,7 +220,7 @@ def binary_cross_entropy(
     reduction: str = "mean",
     pos_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    # Thunder takes the gradient from torch, which has none for weights.
+    # Thunder calls torch's backward, which has no gradients for weights.
     if pos_weight is None:
         loss = function(input, target, reduction="none")
     else:
@@ -239,7 +239,7 @@ def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -
 
 _attention = F.multi_head_attention_forward
 attention_of_heads = FunctionType(_attention.__code__, _attention.__globals__, None, _attention.__defaults__)
-"""The function of torch, which Thunder would run as one operator, and differentiate only if it returns weights."""
+"""A copy of torch's function. Thunder would run the original as one operator, with a gradient only if it returns weights."""
 
 
 def in_place(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -284,7 +284,7 @@ def reshape(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *, shap
 
 
 #
-# Random functions, each of which Thunder runs as one operator, and again, with another sample, for the gradient
+# Random functions: Thunder would run each as one operator, and run it again for the gradient, with another sample
 #
 
 
@@ -319,7 +319,7 @@ def _feature_alpha_dropout(
 def _drop(
     input: torch.Tensor, p: float, training: bool, inplace: bool, *, leading: int, alpha: float | None = None
 ) -> torch.Tensor:
-    """Drop what shares its first ``leading`` indices together; with ``alpha``, mean and variance of SELUs stay."""
+    """Drop elements with the same first ``leading`` indices together; with ``alpha``, keep mean and variance of SELUs."""
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0.0:
@@ -348,7 +348,7 @@ def _gumbel_softmax(
 
 
 _ALPHA = 1.7580993408473766
-"""The negative of what SELU tends to, as in torch: its scale times its alpha."""
+"""The negative of the limit of SELU, as in torch: its scale times its alpha."""
 
 _RANDOM: dict[int, Callable[..., torch.Tensor]] = {
     id(F.dropout): _dropout,

@@ -1,6 +1,6 @@
-"""Questions of a program for the type or an attribute of a tensor: see [Note: Attributes of traced tensors].
+"""Queries of a program for the type or an attribute of a tensor: see [Note: Attributes of traced tensors].
 
-What answers them is in ``tensor_attributes``, which is loaded for the first one, because many programs ask none.
+``tensor_attributes`` answers them. It is loaded for the first query, because many programs have none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shapes:
         self._known: dict[int, ProvenanceRecord] = {}  # by identity
 
     def look_aside(self, function: Any, args: tuple[Any, ...], found: Any) -> Any:
-        """Return what to call in place of ``getattr`` for the shape of a tensor, and of functions that ask for its type.
+        """Return what to call in place of ``getattr`` for the shape of a tensor, and of queries for the type of a shape.
 
         Args:
             found: what is called in place of them otherwise.

@@ -12,17 +12,17 @@ of compiling. So the joint trace of an earlier compilation, as our passes have f
 3. If an earlier compilation has an equal one, Thunder goes on with a trace that has the same arguments and computes
    nothing (``without_computation``), and ``PassExecutor`` replaces it by the earlier joint trace.
 
-For the other mode of ``no_sync`` the first two steps are left out. If the inputs fit an earlier compilation but for that
-mode, tracing would find the same again. So Thunder compiles what it has traced then, as another entry of its cache
+The first two steps are skipped if the inputs fit an earlier compilation in all but the mode of ``no_sync``, because tracing
+would give the same again. Thunder then compiles the earlier traces again, as another entry of its cache
 (``private_cache.TraceCache``). This needs a fingerprint, traces that are not forgotten yet, and a program that neither
 changes a tensor in place nor assigns constants to attributes (``can_compile_again``).
 
 The prologue and the epilogue are those of the new mode; they pass values by position. A computation without a fingerprint
-is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
-of proxies that are not known here, or with other transforms that would see the trace in between. So is one that replaces
-an argument (the number of batches in a batch norm), since Thunder reads the new value from the trace.
+is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds of proxies
+that have no key, or with other transforms that would see the trace in between. So is one that replaces an argument (the
+number of batches in a batch norm), because Thunder reads the new value from the trace.
 
-Each set of compiled traces keeps its fingerprint: no tensors, and less memory than the traces take.
+Each set of compiled traces keeps its fingerprint, which holds no tensors and takes less memory than the traces.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Trans
 
 
 def can_compile_again(transform: Transform) -> bool:
-    """Return whether Thunder may compile what it has traced again for another mode, unless that writes in place.
+    """Return whether Thunder may compile its traces again for another mode, unless they write in place.
 
     Args:
         transform: the transform that sees the trace now. Another one before it may have changed the trace.

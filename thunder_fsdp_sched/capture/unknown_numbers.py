@@ -108,7 +108,7 @@ class UnknownNumbers:
         if function is bool:
             return lambda *_: do_raise(number.error())
         if is_in_thunder():
-            return None  # which asks whether it is a proxy
+            return None  # Thunder asks whether the number is a proxy
         if function is type and len(args) == 1:
             return lambda *_: wrap_const(number.python_type)
         if function is isinstance:

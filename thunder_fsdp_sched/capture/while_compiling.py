@@ -26,7 +26,7 @@ THRESHOLD = 50_000
 """How many more containers are created than freed before the youngest are collected."""
 
 ONLY_YOUNGEST = 1_000_000
-"""How many collections of the youngest go before one of older containers, which a compilation does not reach."""
+"""How many collections of the youngest precede one of older containers: more than a compilation causes."""
 
 
 class CollectsLess:
