@@ -2,9 +2,9 @@
 
 [Note: Direct look-ups]
 Thunder looks up each global, item and attribute by interpreting a small function of its own, such as ``lambda d, k: d[k]``,
-which looks up others. Nine in ten of the instructions that it interprets for a GPT belong to these. ``_HELPERS`` has
-these functions by name, each with its outcome in the plain case: the function that the interpreter has registered for a
-method of a builtin container, or an attribute that is found without running Python code. So wrapped values, provenance
+which looks up others. Nine in ten of the instructions that it interprets for a GPT belong to these. ``_HELPERS`` lists
+these functions by name, each with a direct version for plain cases: the function that the interpreter has registered for
+a method of a builtin container, or an attribute that is found without running Python code. So wrapped values, provenance
 and callbacks are the same. All other cases, and functions with another name in another version of Thunder, are still
 interpreted. Only ``InputReads`` uses this, in the interpreter's context of one compilation, so other programs are not
 affected.
@@ -67,8 +67,8 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
 def unpacks(inst: Any, stack: Any) -> bool:
     """Unpack a list or tuple of the expected length, if ``inst`` does; return whether it is done.
 
-    Thunder interprets an iterator for it, up to the exception at its end, for which it waits: see [Note: Thread switches
-    while tracing] in ``capture.while_compiling``.
+    Thunder would interpret an iterator up to the exception at its end, for which it waits: see [Note: Thread switches while
+    tracing] in ``capture.while_compiling``.
 
     Args:
         stack: the interpreter's, with the operand.
@@ -128,7 +128,7 @@ def _native(plain: Any, key: str) -> Any:
     try:
         return getattr(plain, key, _NOTHING)
     except Exception:
-        return _NOTHING  # the interpreter finds it again
+        return _NOTHING  # the interpreter will raise it again
 
 
 def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
@@ -180,7 +180,7 @@ _BINDING = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
 _PLAIN_LOOKUPS: tuple[Any, ...] = (object.__getattribute__, ModuleType.__getattribute__)
 
 #
-# Thunder's functions: each chooses what takes its place
+# Direct versions of Thunder's functions: each chooses one for the arguments, or ``None``
 #
 
 
@@ -206,7 +206,7 @@ def _of_type(kind: type, instead: _Direct) -> Callable[..., _Direct | None]:
 
 
 def _update(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
-    """Choose to copy what a dictionary stores, where Python asks neither its class nor the other's for items."""
+    """Choose a copy of the stored items, if Python would call no methods of either dictionary's class."""
     mapping, new = args
     is_stored = isinstance(mapping.value, dict) and not isinstance(mapping.value, OrderedDict)
     is_stored = is_stored and getattr(type(new.value), "__iter__", None) is dict.__iter__
