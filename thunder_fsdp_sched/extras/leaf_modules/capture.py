@@ -1,7 +1,7 @@
-"""Trace a call of a leaf module as a single operator, and refuse state that traced code uses, too.
+"""Trace a call of a leaf module as a single operator, and refuse state that it shares with traced code.
 
-A leaf reads and writes attributes of the modules when it runs. A trace reads them at its start, and its epilogue writes them
-at its end. So traced code would read what a leaf has written in the call before, and a leaf what traced code has.
+A leaf reads and writes attributes of modules when it runs. A trace reads them at its start, and its epilogue writes them at
+its end. So traced code would read the value that a leaf has written in the previous call, and a leaf that of traced code.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
         return do_raise(error)
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        kept = vars(context).setdefault(
-            "_fsdp_wrapped", []
-        )  # else the interpreter would make another proxy of a tied one
+        # Otherwise the interpreter would make another proxy of a tied parameter.
+        kept = vars(context).setdefault("_fsdp_wrapped", [])
         wrapped = [_wrap_parameter(module, *each) for each in _parameters_of(plain)[1].items()]
         kept.extend(wrapped)
         return record_call(leaves, leaves[plain], plain, args, kwargs, [each.value for each in wrapped])
@@ -64,9 +63,9 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
 
 
 def explain_change(leaves: Leaves, changed: Path) -> Any:
-    """Let the module whose forward has changed a list or dictionary of it run as it is; return the signal to trace again.
+    """Note the module whose forward has changed its list or dictionary as a leaf; return the signal to trace again.
 
-    Returns nothing if that is the outermost module: then the check of the new traces says what is wrong.
+    Return ``None`` if that is the outermost module: then the check of the new traces says what is wrong.
     """
     roots = {FUNCTION: leaves.model}
     found = [value_at(roots, changed[:length]) for length in range(2, len(changed))] if changed[0] == FUNCTION else []
@@ -88,7 +87,7 @@ def note_obstacle(
 ) -> None:
     """Note a module whose trace has failed, if it runs as it is, and no module within it does.
 
-    The error is the user's own, and not for this to hide, if it appears in a run of the module itself, too.
+    An error that a run of the module itself also raises is the program's own, and must not be hidden.
     """
     module = unwrap(wrapped)
     if isinstance(error, StopIteration) or module is leaves.model or module in leaves:
@@ -105,12 +104,12 @@ def note_obstacle(
         examples = examples_of(leaves, plain_args, plain_kwargs)
         leaf = _leaf_of(path, module, plain_args, plain_kwargs, parameters, examples)
         observe(leaf, None, examples)
-        if not isinstance(error, NotImplementedError):  # perhaps the program's own, which fake tensors may not show
+        if not isinstance(error, NotImplementedError):  # perhaps the program's own, which a fake run may not raise
             run_once(leaf, examples)
     except LeafError as reason:
         getattr(error, "add_note", warnings.warn)(str(reason))  # Python 3.10 has no notes
         return
-    except Exception:  # of any code that the module runs
+    except Exception:  # the module may run any code
         return
     leaves.obstacle = module, error
 
@@ -133,6 +132,7 @@ def record_call(
     kwargs: dict[str, Any],
     parameters: list[TensorProxy],
 ) -> Any:
+    """Record a call of a leaf module or function in the trace; return its result, with proxies."""
     context = get_jit_ctx()
     examples = examples_of(leaves, args, kwargs)
     leaf = _leaf_of(path, function, args, kwargs, list(map(_metadata, parameters)), examples)
@@ -152,7 +152,7 @@ def examples_of(leaves: Leaves, args: Any, kwargs: Any) -> dict[int, torch.Tenso
 
 
 def _known(leaves: Leaves, leaf: Leaf, examples: Mapping[int, torch.Tensor]) -> Leaf:
-    """Return the leaf of an earlier call that passes the same, or this one, with what it returns and a name."""
+    """Return the leaf of an earlier, equal call, or this one with observed outputs and a name."""
     is_training = [module.training for module in leaf.modules]
     modes = leaf.autocasts, is_training, torch.get_default_dtype()
     key = repr((leaf.arguments, leaf.inputs, leaf.parameters, modes))
@@ -172,7 +172,7 @@ def _known(leaves: Leaves, leaf: Leaf, examples: Mapping[int, torch.Tensor]) -> 
 
 
 def _alike(leaves: Leaves, function: Any) -> Iterator[torch.nn.Module]:
-    """Yield the leaf modules that were called before and differ from this one in values of parameters and buffers only."""
+    """Yield leaf modules called before that differ from this one only in the values of parameters and buffers."""
     if isinstance(function, torch.nn.Module) and not leaves.output_like:
         state = _attributes_of(function)
         for other in leaves.calls:
@@ -201,7 +201,7 @@ def _leaf_of(
         examples: see :func:`examples_of`.
 
     Raises:
-        NotImplementedError, TypeError: a leaf cannot be called so.
+        NotImplementedError, TypeError: a leaf cannot be called in this way.
     """
     what = f"the leaf {path!r} ({getattr(function, '__name__', type(function).__name__)})"
     if get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
@@ -237,7 +237,7 @@ def _metadata(tensor: TensorProxy | torch.Tensor) -> Metadata:
 
 
 def _parameters_of(module: torch.nn.Module) -> tuple[list[NamedParameter], dict[tuple[str, ...], torch.nn.Parameter]]:
-    """Return all entries, and each parameter once with the path to one of its names."""
+    """Return all names of parameters, and each distinct parameter with the path to its first name."""
     numbers: dict[int, int] = {}
     entries: list[NamedParameter] = []
     parameters: dict[tuple[str, ...], torch.nn.Parameter] = {}
@@ -267,7 +267,7 @@ _MEMBERS = ("__dict__", "_buffers")
 
 
 def read_before_written(leaves: Leaves, module: torch.nn.Module) -> NotImplementedError | None:
-    """Return the error for a call of a leaf of which traced code has changed an attribute or a buffer before."""
+    """Return the error for a call of a leaf after traced code has changed one of its attributes or buffers."""
     parts = set(module.modules())
     for path in _changed():
         owner, name = _owner(path, leaves.model)
@@ -281,7 +281,7 @@ def read_before_written(leaves: Leaves, module: torch.nn.Module) -> NotImplement
 
 
 def written_before(leaves: Leaves, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
-    """Return the error for traced code that reads an attribute which a leaf has assigned in this forward."""
+    """Return the error if traced code reads an attribute that a leaf has changed in this forward."""
     owner, key = unwrap(source), unwrap(name)
     path = leaves.written.get((owner, key)) if isinstance(owner, torch.nn.Module) else None
     if path is None:
@@ -294,7 +294,7 @@ def written_before(leaves: Leaves, source: WrappedValue, name: WrappedValue) -> 
 
 
 def error_of_shared_write(leaves: Leaves) -> NotImplementedError | None:
-    """Return the error for traced code that has written a buffer in place which a leaf may have returned."""
+    """Return the error if traced code has written in place to a buffer that a leaf may have returned."""
     for path in (path for path in _written() if path[0] == FUNCTION):
         buffer = value_at({FUNCTION: leaves.model}, path)
         for leaf in (leaf for calls in leaves.calls.values() for leaf in calls.values() if leaf.sharing):
@@ -326,7 +326,7 @@ def _written() -> Iterator[Path]:
 
 
 def _owner(path: Path, model: torch.nn.Module) -> tuple[Any, str]:
-    """Return the object of which an attribute or a buffer is at ``path``, and its name; the path begins at the model."""
+    """Return the object whose attribute or buffer is at ``path``, and the name; the path begins at the model."""
     *steps, (_, name) = path
     while steps[1:] and steps[-1][1] in _MEMBERS:
         steps.pop()

@@ -1,4 +1,4 @@
-"""Find out what a leaf module returns, from a run of it on other values."""
+"""Observe what a leaf module returns, changes and keeps, in a run on other values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .leaf import TENSOR, Leaf, Metadata, Nested
 
 
 class LeafError(NotImplementedError):
-    """The leaf does what the schedule cannot allow."""
+    """An action of a leaf that the schedule cannot allow."""
 
 
 class _WithoutCommunication(TorchDispatchMode):
-    """Refuses collectives, of whichever interface of torch."""
+    """A dispatch mode that refuses collectives, through any of torch's interfaces."""
 
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def is_plain(value: Any) -> bool:
 
 
 def observe(leaf: Leaf, output_like: Callable[..., Any] | None, examples: Mapping[int, torch.Tensor]) -> None:
-    """Find out what a leaf returns: from ``output_like``, from a run on fake tensors, or from one on real ones.
+    """Determine what a leaf returns: from ``output_like``, or from a run on fake tensors or, if that fails, on real ones.
 
     Args:
         examples: values of inputs, by their numbers; a run on real tensors takes random ones for all others.
@@ -139,7 +139,7 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             pairs = enumerate(zip((*given_inputs, *parameters), before, strict=False))
             changed = (n for n, (now, then) in pairs if now.layout is torch.strided and not same_bytes(now, then))
             recorder.writes.update(changed)
-            del pairs, changed  # which keep inputs
+            del pairs, changed  # they keep inputs alive
         for number in sorted(recorder.writes):  # through any alias, also one with a version of its own (`.data`)
             if number < len(given_inputs):
                 raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=number)
@@ -162,7 +162,7 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         leaf.forward_bytes = max(forward_peak - leaf.saved_bytes, 0)
         if is_fake:
             leaf.backward_bytes = _observe_backward(result, recorder) - leaf.saved_bytes
-        else:  # an upper bound, because the run itself would take it
+        else:  # an upper bound, because a run of backward would itself take this memory
             nbytes = sum(t.nbytes for t in (*inputs, *parameters))
             leaf.backward_bytes = leaf.forward_bytes + leaf.saved_bytes + nbytes
         leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
@@ -201,7 +201,7 @@ def _observe_backward(result: Any, recorder: Recorder) -> int:
             torch.autograd.backward(outputs, gradients)
     except LeafError:
         raise
-    except Exception:  # it has none, which the backward of a training step says
+    except Exception:  # it has no backward, as that of a training step will say
         return 0
     return recorder.peak_bytes - sum(storages.values())
 
@@ -258,9 +258,9 @@ def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _unchanged(leaf: Leaf, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Undo what happens in between to attributes of a leaf's modules, also to lists, dictionaries and sets there; note it.
+    """Note changes of the attributes of a leaf's modules in this context, and undo them at its end.
 
-    Their buffers, and other tensors, are copies until then.
+    This includes changes of lists, dictionaries and sets in attributes. Buffers and other tensors are copies meanwhile.
     """
     paths, modules = [], list[torch.nn.Module]()
     for root in leaf.modules:
@@ -272,7 +272,7 @@ def _unchanged(leaf: Leaf, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iter
         (value, value.copy())
         for each in attributes
         for value in each.values()
-        if type(value) in (list, dict, OrderedDict, set)  # in ordered ones, hooks
+        if type(value) in (list, dict, OrderedDict, set)  # ordered ones hold hooks
     ]
     copies: dict[int, torch.Tensor] = {}
     for m in modules:
