@@ -7,10 +7,10 @@ all calls. A program that Thunder traces therefore gets the functions of ``built
 interpreter interprets.
 
 Other native functions may call back, too: ``itertools.accumulate``, ``re.sub``, or a lookup that calls ``__eq__``. They
-run as they are, but a profile function watches whether the program calls functions whose results change meanwhile. Python's
-garbage collector waits until it has ended: the functions in ``gc.callbacks`` and finalizers are not the program's. The next
-item of a generator of the program is not watched: the interpreter interprets it, and all that it does would be seen, which
-doubles the time.
+run as they are, but a profile function watches whether they call functions whose results change. The garbage collector is
+disabled meanwhile, because functions in ``gc.callbacks`` and finalizers do not belong to forward. The next item of a
+generator of the program is not watched: the interpreter interprets the generator, and watching all that the interpreter
+does would double the time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .refusals import is_in_thunder, is_own
 
 
 def look_aside(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return what to call in place of a builtin function of these kinds, or one that ``torch.compile`` has made.
+    """Return what to call in place of a builtin function, or of a function that ``torch.compile`` has made; or ``None``.
 
     Args:
         args, kwargs: the wrapped arguments of the call.
@@ -59,7 +59,7 @@ def look_aside(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 class Watched:
-    """A native function that runs as the interpreter would run it; what it calls back may not draw or read a clock."""
+    """A native function that runs as it is, but must not call back to draw random numbers or read a clock."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -67,7 +67,7 @@ class Watched:
     def __call__(self, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
         plain, named = tuple(map(unwrap, args)), {name: unwrap(arg) for name, arg in kwargs.items()}
         owner = getattr(self._function, "__objclass__", self._function)
-        is_seeded = str(getattr(owner, "__module__", None)).startswith("numpy.random")  # the seed follows what it draws
+        is_seeded = str(getattr(owner, "__module__", None)).startswith("numpy.random")  # otherwise it was refused
         is_interpreted = owner is GeneratorType and any(map(is_interpreted_generator, plain[:1]))
         is_free = sys.getprofile() is None and not is_seeded and not is_interpreted
         collects = is_free and gc.isenabled() and self._function is not gc.disable
@@ -137,4 +137,4 @@ _REPLACED = {
         for name in names
     },
 }
-"""The functions that may replace others, by the identity of those."""
+"""The functions that may replace others, by the identity of the replaced function."""

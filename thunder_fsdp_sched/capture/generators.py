@@ -1,12 +1,13 @@
 """Generators of a traced program: what they return, what leaves them, and what is thrown into them.
 
 [Note: Traced generators]
-Thunder runs a generator's frame up to the next ``yield``. It drops what a generator returns, takes a ``StopIteration`` that
-leaves it for its end, where Python raises an error, and keeps exceptions that are thrown into it, such as that of a ``with``
-statement, from its ``except`` and ``finally``. Here a generator returns a value by raising ``StopIteration``, and gets an
-exception as a value that it is sent, which its next instruction raises.
+Thunder runs a generator's frame up to the next ``yield``. It drops the value that a generator returns. If a
+``StopIteration`` leaves a generator, Python raises an error, but Thunder takes it for the generator's end. And exceptions
+that are thrown into a generator, such as that of a ``with`` statement, do not reach its ``except`` and ``finally``. Here a
+generator returns a value by raising ``StopIteration``, and an exception is sent into it as a value, which its next
+instruction raises.
 
-Python closes a generator that the program leaves. No trace does, so forward is refused if that would run code.
+Python closes a generator that the program leaves; a trace does not. So forward is refused if closing would run code.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def interpret(suspended: dict[int, tuple[Any, str]], run: Callable[..., Any], in
     """Interpret an instruction of a generator.
 
     Args:
-        suspended: gets the frames of generators that run code when they are closed, by their identities, with the line.
-        run: does it as Thunder does.
+        suspended: collects the frames of generators that run code when they are closed, by their identities, with the line.
+        run: interprets the instruction as Thunder does.
     """
     stack, frame = state["stack"], state["frame"]
     suspended.pop(id(frame), None)
@@ -68,13 +69,13 @@ def interpret(suspended: dict[int, tuple[Any, str]], run: Callable[..., Any], in
 
 
 def error_of_left(suspended: dict[int, tuple[Any, str]]) -> NotImplementedError:
-    """Return the error for generators that forward has left, where closing them would run code."""
+    """Return the error for generators that forward has left, although closing them would run code."""
     what = "forward leaves a generator in a try or with statement, whose rest Python would run"
     return refusal(what, "Take all of its items, or call close() of it", next(reversed(suspended.values()))[1])
 
 
 def _delegates(thrown: _Thrown, inst: Any, stack: Any) -> bool:
-    """Return whether an instruction passes what is thrown on to the generator of ``yield from``."""
+    """Return whether an instruction passes a thrown exception on to the generator of ``yield from``."""
     if inst.opname in ("SEND", "YIELD_FROM"):
         inner = stack.getitem_wrapped(-2)
         if not _is_suspended(inner.value):
@@ -92,7 +93,7 @@ def _handler(frame: Any, offset: int) -> int | None:
 
 
 def _handles(frame: Any) -> bool:
-    """Return whether an exception of the current instruction has a handler. From Python 3.12 each one in a generator has."""
+    """Return whether an exception of the current instruction has a handler, as all in a generator have from Python 3.12."""
     return bool(frame.try_stack) or _handler(frame, 2 * frame.inst_ptr) is not None
 
 

@@ -29,7 +29,7 @@ _BY_EQUALITY: tuple[type, ...] = (
 
 
 def check_of(value: Any) -> Check:
-    """Return the comparison of a value."""
+    """Return how each call compares a value."""
     if isinstance(value, (*_CODE, NoneType, enum.Enum)):
         return IS, value
     if isinstance(value, _BY_EQUALITY):

@@ -1,28 +1,28 @@
-"""Values that a program reads from its inputs, and on which its trace depends although no tensor or number shows it.
+"""Checks of all that a program reads from its inputs, because its trace depends on more than tensors and numbers.
 
 [Note: Guarded inputs]
 Thunder's prologue checks the tensors, numbers and strings that a program reads. It does not check ``None``, the length of a
-tuple, the keys of a dictionary, a dtype, or an enum, so a trace would also run for a call on which the program takes
-another branch. While Thunder traces the module, every value that the interpreter wraps comes by here, with the path from
-the arguments or the module to it; the prologue then checks each of them (``fsdp_check_inputs``), and Thunder traces again
-where one differs.
+tuple, the keys of a dictionary, a dtype, or an enum, so a trace would also run for a call in which the program takes
+another branch. While Thunder traces the module, each value that the interpreter wraps is noted here, with its path from
+the arguments or the module. The prologue checks these values (``fsdp_check_inputs``), and Thunder traces again if one
+differs.
 
-What is compared depends on the type of a value:
+The comparison depends on the type of the value:
 
-- of a list or tuple its type and length, of a dictionary its type and keys; what the program reads of it has a path itself;
+- a list or tuple by type and length, a dictionary by type and keys; items that the program reads have their own paths;
 - ``None``, functions, classes and members of enums by identity; dtypes, sets and other plain values by equality;
-- of any other object its type, but a global object by identity;
+- any other object by its type, but a global object by identity;
 - whether an object has an attribute, if the program asks.
 
-Not compared are parameters, submodules and hooks, which must not change or are checked elsewhere, methods of objects other
-than modules, and what libraries read from their own modules.
+Parameters, submodules and hooks are not compared, because they must not change or are checked elsewhere. Nor are methods
+of objects other than modules, or values that libraries read from their own modules.
 
-Attributes that a program assigns are stored by Thunder's epilogue if they are tensors or numbers. Strings and other
-constants, such as ``self.config.problem_type = "regression"``, the prologue assigns, once all checks have passed.
+Thunder's epilogue stores attributes that a program assigns if they are tensors or numbers. The prologue assigns strings
+and other constants, such as ``self.config.problem_type = "regression"``, once all checks have passed.
 
-The same check finds state that a program changes in a list or dictionary, such as ``self.losses.append(loss)``: it changes
-when the program is traced, but would not when the trace runs. The prologue that has just been made then does not fit the
-call that it was made for, and its error says so.
+The checks also find state that a program changes in a list or dictionary, such as ``self.losses.append(loss)``: tracing
+changes it, but running the trace would not. The new prologue then refuses the very call that it was made for, with an
+error that says so.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ from .while_compiling import sooner_switches
 
 
 class InputReads:
-    """The checks for what one jitted module reads from its inputs in the present compilation.
+    """The checks of the values that one jitted module reads from its inputs in the present compilation.
 
     Attributes:
-        leaves: what of the module is not traced; ``None`` if everything is.
+        leaves: the modules that are not traced; ``None`` if all are.
     """
 
     def __init__(self) -> None:
         self._trace: Any = None
-        self._depth = 0  # of the module that is being traced in the outermost one
+        self._depth = 0  # of the running call of a module, within that of the outermost one
         self._checks: dict[Path, Check] = {}
         self._module: torch.nn.Module | None = None
         self._links = Links()
@@ -155,7 +155,7 @@ class InputReads:
                 elif (
                     self.leaves is not None and self.leaves.calls and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED
                 ):
-                    load("extras.leaf_modules.capture:error_of_shared_write")(self.leaves)  # which is collected
+                    load("extras.leaf_modules.capture:error_of_shared_write")(self.leaves)  # the error is collected
             except Exception:
                 if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
                     self._undo(unwrap(module), hooks)
@@ -186,7 +186,7 @@ class InputReads:
         return result
 
     def _undo(self, module: torch.nn.Module, hooks: set[int]) -> None:
-        """Undo what a failed trace has changed: containers would hold its proxies, and the next would add hooks again."""
+        """Undo changes of a failed trace: containers would hold its proxies, and the next trace would add hooks again."""
         self._containers.restore()
         remove_other_hooks(module.modules(), hooks)
 
@@ -211,7 +211,8 @@ class InputReads:
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
         """Note a value that the interpreter wraps.
 
-        Thunder derives the name of a tensor from constant keys only, and would take two tensors for one.
+        Computed keys are replaced by constants: Thunder derives the name of a tensor from constant keys only, and would take
+        two tensors for one.
         """
         provenance = value.provenance
         if provenance.inst in _STEPS and len(provenance.inputs) == 2:
@@ -224,20 +225,20 @@ class InputReads:
             with fixed_shapes() if is_fixed else nullcontext(), unique_name(value, self._names):
                 wrap(value)
         else:
-            own_iterator(value.value)  # which is collected
+            own_iterator(value.value)  # the error is collected
             wrap(value)
         self._note(value)
 
     def interpret(self, interpret: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
-        """Note which containers an instruction reads."""
+        """Interpret an instruction, note what it reads, and refuse what a trace would not reproduce."""
         stack = state["stack"]
         if inst.opname in OUTER_STORES and (error := outer_assignment(inst, state["frame"], self._paths)) is not None:
             return do_raise(error)
         self._containers.note_instruction(inst, stack)
         if inst.opname == "LOAD_GLOBAL":
             self._note_global(unwrap(state["frame"].globals), inst.argval, state["frame"].code.co_filename)
-        if inst.opname == "IS_OP":
-            torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
+        if inst.opname == "IS_OP":  # the error is collected
+            torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))
         if (instead := INSTEAD.get(inst.opname)) is not None and (done := instead(inst, stack)) is not NotImplemented:
             return done
         if state["frame"].code.co_flags & CO_GENERATOR:
@@ -249,7 +250,7 @@ class InputReads:
         return interpret(inst, **state)
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""
+        """Return what to call in place of a function, note what it reads, and refuse what a trace would not reproduce."""
         if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
             if (leaf := load("extras.leaf_modules.choose:function_to_call")(function, args)) is not None:
                 return functools.partial(load("extras.leaf_modules.choose:call_function"), self.leaves, *leaf)
@@ -383,7 +384,7 @@ class InputReads:
         self._add(path, plain)
 
     def _note_global(self, variables: dict[str, Any], name: str, filename: str) -> None:
-        """Note what the program reads from its globals and no other check covers; a global may also shadow a builtin."""
+        """Note a global that no other check covers; it may also be absent, and later shadow a builtin."""
         value = variables.get(name)
         if (isinstance(value, bool) or not isinstance(value, COMPARED)) and is_of_program(filename):
             self._links.add(variables, name)

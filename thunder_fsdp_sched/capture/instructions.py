@@ -22,7 +22,7 @@ def _delete_attribute(inst: Any, stack: Any) -> Any:
 
 
 def _match_class(inst: Any, stack: Any) -> Any:
-    """Interpret a pattern such as ``case Point(1, y=y)``, of which Thunder reads other attributes."""
+    """Interpret a pattern such as ``case Point(1, y=y)``, for which Thunder reads the wrong attributes."""
     names, kind, subject = (stack.pop_wrapped() for _ in range(3))
     found = call_interpreted(_match, subject, kind, wrap_const(inst.arg), names)
     if isinstance(found, INTERPRETER_SIGNALS):
@@ -37,7 +37,7 @@ def _match_class(inst: Any, stack: Any) -> Any:
 
 def _call_with_list(inst: Any, stack: Any) -> Any:
     """Make a list of the iterable in ``f(*iterable)``, because Thunder takes no other."""
-    index = -1 - (inst.arg & 1)  # before it, those by keyword
+    index = -1 - (inst.arg & 1)  # below the keyword arguments, if there are any
     iterable = stack.getitem_wrapped(index)
     if not isinstance(iterable.value, list | tuple):
         found = call_interpreted(_listed, iterable)

@@ -1,4 +1,4 @@
-"""Notes of exceptions that are raised while tracing: the module in whose forward, and what to do instead."""
+"""Notes on exceptions that forward raises while it is traced: in which module, and what to do instead."""
 
 from __future__ import annotations
 

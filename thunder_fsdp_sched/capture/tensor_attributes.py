@@ -1,11 +1,11 @@
-"""Attributes and types of tensors, as torch's in place of Thunder's.
+"""Torch's attributes and types of traced tensors, in place of Thunder's.
 
 [Note: Attributes of traced tensors]
 While Thunder traces, a tensor is a proxy. Its ``dtype`` and ``device`` are Thunder's, which equal none of torch's, so
 ``x.dtype == torch.float32`` would be false for all inputs, and one branch would run for all of them. The same holds for
 ``type(x)``, and for ``requires_grad`` of computed tensors, which Thunder does not track. A program that Thunder traces gets
 what torch would return, or an error where only the run of the trace knows it, as for strides. Thunder's own functions, which
-the interpreter interprets as well, go on with Thunder's.
+the interpreter interprets as well, still get Thunder's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAY_RETURN_INPUT = frozenset(
     + ("dropout", "flatten", "ravel", "expand_as", "detach_", "requires_grad_", "real", "resolve_conj", "resolve_neg")
     + ("broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d")
 )
-"""Methods and functions of torch that return the tensor that they get if there is nothing to do."""
+"""Methods and functions of torch that return their input itself if there is nothing to do."""
 
 
 def answer_of(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -126,7 +126,7 @@ def requires_grad(tensor: TensorProxy) -> bool | None:
 
 
 def _recorded(tensors: Iterable[TensorProxy], made_by: Mapping[str, BoundSymbol]) -> dict[str, TensorProxy]:
-    """Return tensors, and those from which torch would record that they are computed, by name."""
+    """Return tensors, and those from which autograd would record that they are computed, by name."""
     todo, found = list(tensors), dict[str, TensorProxy]()
     while todo:
         proxy = todo.pop()

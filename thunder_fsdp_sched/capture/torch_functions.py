@@ -1,4 +1,4 @@
-"""Calls of torch's functions that Thunder does not know in this form, by others that it knows."""
+"""Calls of torch's functions in forms that Thunder does not know: replaced by others, run as they are, or refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def needs_gradient(value: Any) -> bool:
 def _wrong_result(
     function: Any, args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]
 ) -> tuple[str, str] | None:
-    """Return why Thunder computes something else in place of a call, and what to do instead; ``None`` for others."""
+    """Return why Thunder computes something else than torch in a call, and what to do instead; ``None`` for others."""
     if isinstance(function, Symbol) and function.name == "unfold":
         return (
             "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
@@ -115,11 +115,11 @@ def checked(
     args: Sequence[WrappedValue],
     kwargs: Mapping[str, WrappedValue],
 ) -> Any:
-    """Return what to call in place of a function of torch, which copies lists, and runs as it is where Thunder is wrong.
+    """Return what to call in place of a function: with copies of lists, and as it is, or an error, where Thunder is wrong.
 
     Args:
-        leaves: those of the module, if what cannot be traced becomes one.
-        found: what is called in place of it otherwise.
+        leaves: the leaves of the module, if functions that cannot be traced run as they are.
+        found: what is called in place of the function otherwise.
     """
     if found is not None and _is_of_torch(function):
         if callable(found) and any(_may_change(value.value) for value in (*args, *kwargs.values())):
@@ -157,7 +157,7 @@ def _smooths(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -
 
 
 def _has_tensor_by_keyword(function: Any, kwargs: Mapping[str, WrappedValue]) -> bool:
-    """Return whether Thunder takes the gradient of a function from torch, which it cannot with these keyword arguments."""
+    """Return whether Thunder calls torch for the gradient of a function, but cannot with these keyword arguments."""
     symbol = function if isinstance(function, Symbol) else _torch_to_thunder_function_map.get(function)
     return getattr(symbol, "is_prim", False) and any(_is_inexact(unwrap(value)) for value in kwargs.values())
 
@@ -226,8 +226,8 @@ _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))
     for name in ("cummax", "cummin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "sort", "topk")
 } | {"aminmax": collections.namedtuple("aminmax", ("min", "max"))}
-"""Named tuples like those that torch's functions return, where Thunder's return tuples. Forward cannot return torch's own
-types: Thunder's programs do not print them."""
+"""Named tuples like those that torch's functions return, where Thunder's return tuples. Torch's own types are not used,
+because Thunder cannot print them in a trace."""
 
 _FUNCTIONAL = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
@@ -246,7 +246,7 @@ _BUILTIN = {
 
 
 def with_plain_containers(output: WrappedValue) -> Any:
-    """Return what the outermost forward returns, wrapped, with tuples for torch's named ones, and dicts for ordered ones.
+    """Convert torch's named tuples to tuples and ordered dictionaries to plain ones in the outermost forward's result.
 
     Other named tuples are refused: a trace cannot make them.
     """

@@ -27,7 +27,7 @@ OWN_BACKWARD = (
 
 
 def unsupported_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
-    """Return the error for a call with which Thunder fails later, or without a word why.
+    """Return the error for a call that Thunder refuses only later, or without saying why.
 
     Args:
         args, kwargs: the wrapped arguments.
@@ -114,7 +114,7 @@ def _assigned_part(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImpleme
 
 
 def _own_lookup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
-    """Return the error for an attribute for which a class of its own accord gives another value than the stored one."""
+    """Return the error for an attribute for which the class's own ``__getattribute__`` gives another value."""
     owner, name = unwrap(args[0]), unwrap(args[1])
     kind = type(owner)
     if not isinstance(kind.__getattribute__, FunctionType) or isinstance(owner, Proxy):
