@@ -130,7 +130,19 @@ def _overwritten(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _detached(self: Any, x: torch.Tensor) -> Any:
+    y = self.linear(x)
+    part = y[:, 1:].detach()
+    part += self.linear.bias[1:]
+    y.mul_(3)
+    part.t()[0] *= 2
+    with torch.no_grad():
+        part.add_(1)
+    return y * 2, part * part, part.detach() + y[:, 1:]
+
+
 WRITES: dict[str, Callable[..., Any]] = {
+    "a value with a gradient to a detached part": _detached,
     "an output with a parameter": _overwritten,
     "columns of a new tensor": _column_by_column,
     "without gradient": _without_gradient,

@@ -9,8 +9,11 @@ backward are overwritten. So this pass makes each write compute a new value inst
 - A write to a view computes the new value of its base: ``reshape`` and ``transpose`` are undone, and a slice is set in a
   copy of the tensor that it was taken from.
 - A view that is read after a write is made again from the base.
-- A write that autograd must not see (under ``torch.no_grad()``, or to the result of ``detach()``) becomes
-  ``fsdp_with_value(old, new)``: the new values, with the gradient of the old ones.
+- A write that autograd must not see (under ``torch.no_grad()``) becomes ``fsdp_with_value(old, new)``: the new values, with
+  the gradient of the old ones.
+- The result of ``detach()`` shares memory with its argument, but has a history of its own in autograd: it requires a
+  gradient once a value that has one is written to it. A write through either of the two does not show in the history
+  of the other.
 - At the end, the new values of arguments and buffers are copied into their memory.
 
 Whether ``reshape`` returns a view depends on strides. The strides of values are those that torch's functions return for
@@ -132,6 +135,7 @@ class _Rewriting:
         self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
         self._versions: dict[str, int] = {}  # of bases: how often each was written
         self._values: dict[str, tuple[int, TensorProxy]] = {}  # the version of its base, and the value at that version
+        self._with_history: dict[str, TensorProxy] = {}  # by result of detach: the last value written with a gradient
         self._strides: dict[str, tuple[int, ...]] = {}
         self._needing = {name for name, a in self._arguments.items() if a.requires_grad}  # a gradient
         self._last_use = {name: i for i, b in enumerate(trace.bound_symbols) for name in args_of(b)}
@@ -179,6 +183,12 @@ class _Rewriting:
             name = self._views[name].parent
         return name
 
+    def _history_of(self, name: str) -> str:
+        """Return the tensor whose history autograd keeps for a tensor: its base, or a result of detach that it views."""
+        while (view := self._views.get(name)) is not None and not view.is_detached:
+            name = view.parent
+        return name
+
     def _bases_of(self, name: str) -> Iterator[str]:
         """Yield the base of a tensor, and the bases of which it is a view that cannot be undone."""
         yield (base := self._base(name))
@@ -196,6 +206,8 @@ class _Rewriting:
         value = self._value(view.parent)
         if view.is_detached:
             value = ltorch.detach(value)
+            if name in self._with_history:
+                value = fsdp_with_value(self._with_history[name], value)
         elif view.prim is not None:
             value = view.prim.sym(value, *view.prim.args[1:], **view.prim.kwargs)
         self._values[name] = version, value
@@ -211,21 +223,31 @@ class _Rewriting:
                 _refuse(
                     copy, "module.in-place-change-of-unknown-view", operator=unknown.sym.name, place=source_of(unknown)
                 )
-        value, name, values, is_part = self._value(source), target, dict[str, TensorProxy](), False
-        while (view := self._views.get(name)) is not None:
-            values[name] = value
-            is_seen = is_seen and not view.is_detached
-            is_part = is_part or (view.prim is not None and view.prim.sym.id is PrimIDs.SLICE)
-            value = value if view.prim is None else _undo(view.prim, self._value(view.parent), value, copy)
+        value, name, has_gradient, is_part = self._value(source), target, source in self._needing, False
+        values, of_views = dict[str, TensorProxy](), dict[str, TensorProxy]()
+        while True:
+            view = self._views.get(name)
+            if view is None or view.is_detached:
+                if not is_seen and (has_gradient or name in self._needing):
+                    value, of_views = fsdp_with_value(self._value(name), value), {}
+                elif has_gradient:
+                    self._needing.update(n for n in self._proxies if self._history_of(n) == name)
+                elif name in self._needing and not is_part:
+                    value, of_views = fsdp_zero_gradient(self._value(name), value), {}
+                values |= {**of_views, name: value}
+                if view is None:
+                    break
+                if name in self._needing:
+                    self._with_history[name] = value
+                value = ltorch.detach(value)  # another tensor, since both may be returned
+                has_gradient, is_seen, is_part, of_views = False, False, False, {}
+            else:
+                of_views[name] = value
+                is_part = is_part or (view.prim is not None and view.prim.sym.id is PrimIDs.SLICE)
+                value = value if view.prim is None else _undo(view.prim, self._value(view.parent), value, copy)
             name = view.parent
-        if not is_seen and not self._needing.isdisjoint((base, source)):
-            value, values = fsdp_with_value(self._value(base), value), {}
-        elif source in self._needing:
-            self._needing.update(n for n in self._proxies if self._base(n) == base)
-        elif base in self._needing and not is_part:
-            value, values = fsdp_zero_gradient(self._value(base), value), {}
         self._versions[base] = version = self._versions.get(base, 0) + 1
-        self._values.update({each: (version, v) for each, v in {**values, base: value}.items()})
+        self._values.update({each: (version, v) for each, v in values.items()})
         self._note_same(copy.output.name, target)
         self.depends_on_strides |= base in self._ambiguous
         if base in self._arguments:
