@@ -187,6 +187,19 @@ def _diagonal(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y * y
 
 
+def _diagonal_seen(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    part = y.diagonal()[1:]
+    y.mul_(2)
+    return y.sum() + part
+
+
+def _diagonal_part(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    y.diagonal()[1:].add_(1)
+    return y * y
+
+
 def _reshaped(self: Any, x: torch.Tensor) -> torch.Tensor:
     x.reshape(-1).mul_(2)
     return self.linear(x)
@@ -202,6 +215,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], coded]] =
     ),
     "parameter": (_clamped, (ROWS,), coded("module.in-place-change-of-parameter", f"{THIS}:", "'linear.weight'")),
     "unknown view": (_diagonal, (ROWS,), coded("module.in-place-change-of-unknown-view", "'diagonal'")),
+    "base of a part of an unknown view": (_diagonal_seen, (ROWS,), coded("module.in-place-change-of-unknown-view")),
+    "part of an unknown view": (_diagonal_part, (ROWS,), coded("module.in-place-change-of-unknown-view")),
     "strides": (_reshaped, (MEMORY[:6].view(3, 2).t(),), coded("module.changes-view-or-copy-in-place", "'x'")),
     "input": (_input, (ROWS.clone().requires_grad_(),), coded("module.in-place-change-of-argument", "'x'")),
 }

@@ -128,10 +128,8 @@ class _Rewriting:
         self._proxies = {a.name: a for a in trace.args if isinstance(a, TensorProxy)}
         self._arguments = dict(self._proxies)
         self._views: dict[str, _View] = {}
-        self._unknown: dict[str, list[BoundSymbol]] = {}  # by base: operators with views that cannot be undone
-        self._seen_through: dict[
-            str, Sequence[str]
-        ] = {}  # for each such view, which counts as a base: the tensors of which it is a view
+        # For each view that cannot be undone, which counts as a base: its operator, and the tensors of which it is a view.
+        self._unknown: dict[str, tuple[BoundSymbol, Sequence[str]]] = {}
         self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
         self._versions: dict[str, int] = {}  # of bases: how often each was written
         self._values: dict[str, tuple[int, TensorProxy]] = {}  # the version of its base, and the value at that version
@@ -192,7 +190,7 @@ class _Rewriting:
     def _bases_of(self, name: str) -> Iterator[str]:
         """Yield the base of a tensor, and the bases of which it is a view that cannot be undone."""
         yield (base := self._base(name))
-        for parent in self._seen_through.get(base, ()):
+        for parent in self._unknown[base][1] if base in self._unknown else ():
             yield from self._bases_of(parent)
 
     def _value(self, name: str) -> TensorProxy:
@@ -218,10 +216,13 @@ class _Rewriting:
         base, is_seen = self._base(target), bool(copy.kwargs["grad_enabled"])
         for each in self._bases_of(base):
             _check_argument(self._arguments.get(each), copy, self._parameters)
-        for unknown in self._unknown.get(base, ()):
-            if any(self._last_use.get(name, -1) >= self._position for name in outs_of(unknown)):
+        for unknown, (operator, _) in self._unknown.items():
+            if base in self._bases_of(unknown) and (base == unknown or self._is_read_later(unknown)):
                 _refuse(
-                    copy, "module.in-place-change-of-unknown-view", operator=unknown.sym.name, place=source_of(unknown)
+                    copy,
+                    "module.in-place-change-of-unknown-view",
+                    operator=operator.sym.name,
+                    place=source_of(operator),
                 )
         value, name, has_gradient, is_part = self._value(source), target, source in self._needing, False
         values, of_views = dict[str, TensorProxy](), dict[str, TensorProxy]()
@@ -254,6 +255,10 @@ class _Rewriting:
             self.written |= {base}
             self._grad_enabled[base] = bool(copy.kwargs["grad_enabled"])
 
+    def _is_read_later(self, base: str) -> bool:
+        """Return whether anything from here on reads a base or a view of it."""
+        return any(self._base(name) == base for name, last in self._last_use.items() if last >= self._position)
+
     def _note_same(self, name: str, known: str) -> None:
         """Record another name of a tensor."""
         self._views[name] = _View(known, None)
@@ -278,10 +283,7 @@ class _Rewriting:
                 if observed is None and bsym.sym.name in _BY_STRIDES and not self._is_viewable(bsym, name):
                     continue
                 if views is None:
-                    for parent in aliases[name]:
-                        self._unknown.setdefault(self._base(parent), []).append(bsym)
-                    self._unknown.setdefault(name, []).append(bsym)
-                    self._seen_through[name] = aliases[name]
+                    self._unknown[name] = bsym, aliases[name]
                     continue
                 self._views.update(views)
                 self._values[name] = self._versions.get(self._base(name), 0), self._proxies[name]
