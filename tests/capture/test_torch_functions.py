@@ -114,6 +114,10 @@ def _nll(y: torch.Tensor) -> torch.Tensor:
     return losses + F.nll_loss(scores, targets, None, None, 1, False)
 
 
+def _zeros(y: torch.Tensor) -> torch.Tensor:
+    return y - y.detach()
+
+
 TARGETS, WEIGHT = torch.tensor([0, -100, 2, 1]), torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
 BYTES = TARGETS.clamp(0).byte()
 TRACED: Functions = {
@@ -125,6 +129,14 @@ TRACED: Functions = {
     "lists that change": _replace,
     "sizes that change": _resize,
     "targets of bytes": lambda y: F.cross_entropy(y, BYTES) * F.nll_loss(y, target=BYTES, weight=WEIGHT),
+    "elements at a bound": lambda y: (
+        _zeros(y).clamp(min=0) + _zeros(y).clamp_(-1, 0) * y + torch.clamp(y, max=y.detach())
+    ),
+    "equal elements": lambda y: _zeros(y).max(-1)[0] + torch.max(_zeros(y), 0, keepdim=True).values,
+    "pools of equal elements": lambda y: (
+        F.max_pool1d(_zeros(y)[None], [3], 1, 1)[0] + F.max_pool1d(_zeros(y), 2)[:, :1]
+    ),
+    "rows of zeros": lambda y: F.normalize(_zeros(y), dim=-1, eps=1.0) + F.normalize(y, p=3.0),
     "parts of nothing": lambda y: y * (len(y[:0].unbind(0)) + len(torch.unbind(y[:, :0], 1)) + 2),
     "multinomial": lambda y: y * (torch.multinomial(y[:, :1].exp(), 1) + 2),  # of one category
     "linspace": lambda y: sum(y * torch.linspace(-1.3, y.shape[0], n, dtype=y.dtype).cos().mean() for n in (1, 2, 7)),

@@ -43,10 +43,20 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if (found := replacement(function, name, args, kwargs)) is not None:
             return found
     if name in _NAMED and get_interpreterruntimectx().frame_stack[-1].code is not _call.__code__:
-        return partial(_named, _NAMED[name], function)
+        return partial(_named, _NAMED[name], _selecting(name, args, kwargs) or function)
     if "input" in kwargs and not args and id(function) in _MAPPED and _begins_with_input(function):
         return partial(_first_by_position, function)  # Thunder gives this parameter another name
     return None
+
+
+def _selecting(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return what to call in place of ``max`` along a dimension, so that equal elements do not share the gradient."""
+    dim = unwrap(kwargs.get("dim", args[1] if len(args) > 1 else None))
+    if name != "max" or type(dim) is not int or not (args and _is_inexact(unwrap(args[0])) and unwrap(args[0]).ndim):
+        return None
+    from .torch_replacements import max_along
+
+    return max_along
 
 
 def _is_of_torch(function: Any) -> bool:
@@ -232,10 +242,23 @@ because Thunder cannot print them in a trace."""
 _FUNCTIONAL = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
     + ("batch_norm", "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "instance_norm")
-    + ("multi_head_attention_forward", "nll_loss", "scaled_dot_product_attention")
+    + ("max_pool1d", "multi_head_attention_forward", "nll_loss", "normalize", "scaled_dot_product_attention")
 )
 _REPLACED = _FUNCTIONAL.union(
-    ("argmin", "as_tensor", "chunk", "eye", "isfinite", "linspace", "norm", "repeat_interleave", "reshape", "tensor"),
+    (
+        "argmin",
+        "as_tensor",
+        "chunk",
+        "clamp",
+        "clamp_",
+        "eye",
+        "isfinite",
+        "linspace",
+        "norm",
+        "repeat_interleave",
+        "reshape",
+        "tensor",
+    ),
     ("unbind",),
 )
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""

@@ -9,10 +9,12 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core import dtypes
-from thunder.core.interpreter import unwrap, wrap_const
+from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, interpreter_needs_wrap, unwrap, wrap_const
+from thunder.core.jit_ext import record_source_loc_in_symbol_header
 from thunder.core.proxies import TensorProxy
 
 from ..errors import coded_error
@@ -32,12 +34,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     given = [unwrap(value) for value in (*args, *kwargs.values())]
     if name in ("cross_entropy", "nll_loss") and any(getattr(value, "dtype", None) is dtypes.uint8 for value in given):
         return partial(call_interpreted, with_long_target, wrap_const(function))
-    if (
-        name in _WITHOUT_GRADIENT
-        and given
-        and isinstance(given[0], TensorProxy)
-        and dtypes.is_inexact_dtype(given[0].dtype)
-    ):
+    if name in _WITHOUT_GRADIENT and given and _is_inexact(given[0]):
         return partial(call_interpreted, _WITHOUT_GRADIENT[name])
     if function is torch.linspace and dtypes.is_float_dtype(
         dtypes.to_dtype(unwrap(kwargs.get("dtype"))) or dtypes.float32
@@ -45,6 +42,13 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, linspace, wrap_const(torch.get_default_dtype()))
     if function is F.nll_loss and "ignore_index" not in kwargs:
         return partial(call_interpreted, nll_loss)
+    if (
+        (right := _WITH_OTHER_GRADIENT.get(name))
+        and given
+        and _is_inexact(given[0])
+        and unwrap(kwargs.get("out")) is None
+    ):
+        return partial(call_interpreted, right)
     if name.startswith("binary_cross_entropy") and any(
         isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())
     ):
@@ -62,7 +66,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         if "dtype" not in kwargs and kind in (float, complex):  # Thunder ignores the default dtype
             return partial(call_interpreted, tensor_of, wrap_const(dtype.to_complex() if kind is complex else dtype))
     if name.endswith("_"):
-        return partial(call_interpreted, in_place, wrap_const(name[:-1]))
+        return partial(_in_place, name[:-1])
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, reshape, wrap_const(function))
     if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
@@ -72,6 +76,10 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     if name == "repeat_interleave" and "output_size" in kwargs:
         return partial(call_interpreted, repeat_interleave)
     return None
+
+
+def _is_inexact(value: Any) -> bool:
+    return isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
 
 
 def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -202,6 +210,51 @@ _WITHOUT_GRADIENT = {"argmin": argmin, "isfinite": isfinite}
 """Functions with which Thunder cannot differentiate a trace."""
 
 
+# Thunder's gradients of these differ from torch's at elements that equal a bound or each other, and are NaN for zeros.
+
+
+def clamp(input: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
+    if min is None and max is None:
+        raise RuntimeError("torch.clamp: At least one of 'min' or 'max' must not be None")  # as torch does
+    if min is not None:
+        input = torch.where((input < min) | (min != min), min, input)
+    if max is not None:
+        input = torch.where((input > max) | (max != max), max, input)
+    return input
+
+
+def max_along(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    indices = torch.argmax(input, dim, keepdim=True)
+    values = torch.gather(input, dim, indices)
+    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
+
+
+def max_pool1d(
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    size, step, pad, gap = [
+        value[0] if isinstance(value, (list, tuple)) else value for value in (kernel_size, stride, padding, dilation)
+    ]
+    pool: Any = F.max_pool2d
+    step = size if step is None else step
+    pooled = pool(input.unsqueeze(-2), (1, size), (1, step), (0, pad), (1, gap), ceil_mode, return_indices)
+    return (pooled[0].squeeze(-2), pooled[1].squeeze(-2)) if return_indices else pooled.squeeze(-2)
+
+
+def normalize(input: torch.Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> torch.Tensor:
+    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp(min=eps)
+
+
+_WITH_OTHER_GRADIENT: dict[str, Callable[..., Any]] = {"clamp": clamp, "max_pool1d": max_pool1d, "normalize": normalize}
+"""Functions of which Thunder computes another gradient at some elements; ``max`` is chosen by ``torch_functions``."""
+
+
 def linspace(
     default_dtype: Any, start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None
 ) -> torch.Tensor:
@@ -242,8 +295,16 @@ attention_of_heads = FunctionType(_attention.__code__, _attention.__globals__, N
 """A copy of torch's function. Thunder would run the original as one operator, with a gradient only if it returns weights."""
 
 
-def in_place(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.copy_(getattr(tensor, name)(*args, **kwargs))
+def _in_place(name: str, tensor: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    """Write what a method returns, with wrapped values; the copy is on the program's line, which errors name."""
+    result = call_interpreted(_method, wrap_const(name), tensor, *args, **kwargs)
+    if isinstance(result, INTERPRETER_SIGNALS):
+        return result
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(ltorch.copy_))(tensor, result)
+
+
+def _method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return getattr(tensor, name)(*args, **kwargs)
 
 
 def norm(
