@@ -266,6 +266,23 @@ def _assign_part(y: torch.Tensor) -> torch.Tensor:
     return z.abs()
 
 
+class _KeepsInput(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x * 2
+
+
+class _TwoResults(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first * 2 + second * 3
+
+
 class _MaterializesGrads(_Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -354,6 +371,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "sparse": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], sparse=True), r"sparse=True.*Pass sparse=False"),
     "max_norm": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], max_norm=1.0), r"max_norm.*Leave max_norm out"),
     "needs_input_grad": (lambda y: _NeedsInputGrad.apply(y), r"attribute of ctx\. Save what backward needs"),
+    "tensor as an attribute of ctx": (
+        lambda y: _KeepsInput.apply(y),
+        r"attribute of ctx \('x'\).*ctx\.save_for_backward",
+    ),
+    "several results": (lambda y: _TwoResults.apply(y)[0], r"several results \(_TwoResults\)\. Save"),
     "set_materialize_grads": (lambda y: _MaterializesGrads.apply(y), r"attribute of ctx\. Save what backward needs"),
     "list first": (lambda y: _ListFirst.apply([1, 2], y), r"first argument is no tensor.*Pass a tensor first"),
     "unpacked number": (_unpack_number, r"interpreter fails here \(AssertionError.*module of its own"),

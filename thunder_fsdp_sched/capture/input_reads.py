@@ -94,7 +94,7 @@ from .instructions import INSTEAD
 from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
 from .refusals import collect_refusals, is_of_program
-from .unsupported import own_iterator, unsupported_call
+from .unsupported import call_for_one_result, own_iterator, unsupported_call
 from .while_compiling import sooner_switches
 
 
@@ -299,6 +299,8 @@ class InputReads:
             from .assigned_attributes import look_aside as assign  # here, because most programs assign none
 
             found = assign(function, args, found, self._object_at(args[0].provenance) is not None)
+        if id(function) in CALLS and callable(found) and isinstance(args[0].value, type):
+            found = functools.partial(call_for_one_result, found)
         found = self._shapes.look_aside(function, args, found)
         leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
         found = torch_functions.checked(leaves, function, found, args, kwargs)

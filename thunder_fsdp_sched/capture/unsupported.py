@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import unwrap
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, do_raise, unwrap
+from thunder.core.proxies import Proxy, TensorProxy, TorchAutogradFunctionCtxProxy
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .refusals import refusal
 
@@ -21,8 +22,8 @@ _RULE = Callable[[Sequence[Any], Mapping[str, Any]], NotImplementedError | None]
 
 _OUTSIDE = "call it outside of the module that is compiled, on its inputs or results"
 OWN_BACKWARD = (
-    "Save what backward needs with ctx.save_for_backward or as an attribute of ctx, return one gradient for each input of "
-    "forward, also for those that need none, and return only outputs that are differentiable"
+    "Save what backward needs with ctx.save_for_backward, or as an attribute of ctx if it is no tensor, return one gradient "
+    "for each input of forward, also for those that need none, and return one output, which is differentiable"
 )
 
 
@@ -93,6 +94,24 @@ def _autograd_function(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImp
     )
 
 
+def call_for_one_result(traced: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    """Call what traces an autograd function; return the signal of an error if the function has several results."""
+    result = traced(*args, **kwargs)
+    if isinstance(result, INTERPRETER_SIGNALS) or not isinstance(unwrap(result), tuple | list):
+        return result
+    name = unwrap(args[0]).__name__
+    return do_raise(refusal(f"Thunder cannot trace autograd functions with several results ({name})", OWN_BACKWARD))
+
+
+def _attribute_of_context(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    if not any(isinstance(value, TensorProxy) for value in tree_leaves(unwrap(args[2]))):
+        return None
+    return refusal(
+        f"an autograd function keeps a tensor as an attribute of ctx ({unwrap(args[1])!r}), which backward would not find",
+        OWN_BACKWARD,
+    )
+
+
 def _tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
     from .unknown_numbers import UnknownNumber
 
@@ -158,6 +177,7 @@ _RULES: dict[int, _RULE] = {
     id(getattr): _own_lookup,
     id(torch.autograd.graph.saved_tensors_hooks.__enter__): _saved_tensors_hooks,
     id(object.__setattr__): _assigned_part,
+    id(TorchAutogradFunctionCtxProxy.__setattr__): _attribute_of_context,
     id(torch.tensor): _tensor,
     id(nn.Parameter.__new__): _parameter,
     id(F.embedding): lambda args, kwargs: _embedding(args, kwargs, sparse=6),
