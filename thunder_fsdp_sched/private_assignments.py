@@ -71,11 +71,11 @@ def forget_new_modules(context: Any) -> None:
     Thunder stores buffers that a program assigns, even those that ``nn.CrossEntropyLoss()`` registers in forward, and
     fails, because such a module is not part of the compiled one.
     """
-    for modified in [m for m in context._additional_outputs if _is_new(m.provenance)]:
+    for modified in [m for m in context._additional_outputs if _is_part_of_new_object(m.provenance)]:
         del context._additional_outputs[modified]
 
 
-def _is_new(provenance: ProvenanceRecord) -> bool:
+def _is_part_of_new_object(provenance: ProvenanceRecord) -> bool:
     """Return whether a value is, or was read from, an object that the program has made."""
     while provenance.inputs and provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR):
         provenance = provenance.inputs[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import io
@@ -131,13 +132,19 @@ class _Generator(random.Random):
     pass
 
 
-_GENERATOR, _OTHER = _Generator(0), np.random.default_rng(0)
+_GENERATOR = _Generator(0)
+_GENERATORS = collections.deque([_GENERATOR])
 
 _COUNTER, _ITEMS = itertools.count(), (i for i in range(9))
 
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "random": (lambda y: y * random.random(), "(random.random)"),
     "of a generator": (lambda y: y * _GENERATOR.random(), "random.random"),
+    "of a generator in a deque": (lambda y: y * _GENERATORS[0].random(), "random.random"),
+    "of a generator by a native function": (
+        lambda y: y * operator.itemgetter(0)(_GENERATORS).random(),
+        "random.random",
+    ),
     "state": (lambda y: y * len(random.getstate()), "random.getstate"),
     "seed": (lambda y: random.seed(0) or y, "random.seed"),
     "without a seed": (lambda y: y * random.Random().random(), "random.seed"),

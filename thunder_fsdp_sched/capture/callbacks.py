@@ -31,7 +31,6 @@ from thunder.core.interpreter import (
     unwrap,
     wrap,
     wrap_args,
-    wrap_const,
     wrap_kwargs,
 )
 
@@ -84,7 +83,9 @@ class Watched:
                 sys.setprofile(None)
             if collects:
                 gc.enable()
-        inputs = [wrap_const(self._function).provenance, wrap_args(args).provenance, wrap_kwargs(kwargs).provenance]
+        called = plain[0] if getattr(self._function, "__name__", None) == "__call__" else self._function
+        constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=called)
+        inputs = [constant, wrap_args(args).provenance, wrap_kwargs(kwargs).provenance]
         return wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=inputs))
 
 

@@ -78,9 +78,10 @@ def changing_value(function: Any, args: Sequence[Any]) -> NotImplementedError | 
             "Read clocks outside of forward; pass a time that forward computes with as a tensor",
         )
     if name in _MAKING or name in _SEEDING:
-        if any(unwrap(arg) is not None for arg in args[name != "default_rng" :]) and (name in _MAKING or _is_new(args)):
+        is_seeded = any(unwrap(arg) is not None for arg in args[name != "default_rng" :])
+        if is_seeded and (name in _MAKING or _is_of_made_generator(args)):
             return None
-    elif _is_new(args):
+    elif _is_of_made_generator(args):
         return None
     if module == "torch._C":
         return _of_torch(name)
@@ -99,9 +100,15 @@ def _of_torch(name: str) -> NotImplementedError:
     )
 
 
-def _is_new(args: Sequence[Any]) -> bool:
-    """Return whether the program has made the object that a method belongs to."""
-    return bool(args) and isinstance(args[0], WrappedValue) and args[0].provenance.inst is PseudoInst.OPAQUE
+def _is_of_made_generator(args: Sequence[Any]) -> bool:
+    """Return whether the program has made the generator that a method belongs to.
+
+    A function that is not interpreted may also return one that has existed before, such as an item of a deque.
+    """
+    if not args or not isinstance(args[0], WrappedValue) or args[0].provenance.inst is not PseudoInst.OPAQUE:
+        return False
+    makes = args[0].provenance.inputs[0].value
+    return isinstance(makes, type) or getattr(makes, "__name__", None) in _MAKING
 
 
 class ForeignIterators:
