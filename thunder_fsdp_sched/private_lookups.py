@@ -134,7 +134,7 @@ def _native(plain: Any, key: str) -> Any:
 def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
     """Return the result of ``object.__getattribute__``, unless that involves a descriptor written in Python."""
     found = of_class(kind, key)
-    if type(found) in _STORED:
+    if type(found) in NATIVE_DESCRIPTORS:
         try:
             return found.__get__(plain, kind)
         except AttributeError:  # an empty slot, for which the class may have `__getattr__`
@@ -169,13 +169,14 @@ def _forget_changed(source: WrappedValue, key: Any) -> None:
     stored = of_object.get(key, _NOTHING) if type(of_object) is dict else _NOTHING
     if stored is _NOTHING:
         stored = of_class(type(plain), key)
-    if type(stored) not in _STORED and stored is not known.value and stored is not known.original_value:
+    if type(stored) not in NATIVE_DESCRIPTORS and stored is not known.value and stored is not known.original_value:
         del source.attribute_wrappers[key]
 
 
 _NOTHING: Any = object()
 _NATIVE = (CellType, MethodType, BuiltinMethodType, MethodWrapperType, partial)
-_STORED = (GetSetDescriptorType, MemberDescriptorType)
+NATIVE_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
+"""The types of the descriptors of slots, and of attributes that native code defines."""
 _BINDING = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
 _PLAIN_LOOKUPS: tuple[Any, ...] = (object.__getattribute__, ModuleType.__getattribute__)
 

@@ -51,7 +51,7 @@ def look_aside(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if isinstance(function, FunctionType):
         instead = None if is_in_thunder() else compiled_function(function)
     elif _is_replaced(function, args, kwargs):
-        instead = _REPLACED.get(id(function), builtin_functions.mapping_fromkeys)  # which is another object each time
+        instead = _IN_PYTHON.get(id(function), builtin_functions.mapping_fromkeys)  # which is another object each time
     else:
         return None
     return None if instead is None else functools.partial(call_interpreted, instead)
@@ -102,7 +102,7 @@ def _refuse_changing_values(frame: FrameType, event: str, function: Any) -> None
 def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call has to be replaced, because the interpreter does not know it in this form."""
     name = getattr(function, "__name__", "")
-    if id(function) not in _REPLACED:
+    if id(function) not in _IN_PYTHON:
         return name == "fromkeys" and getattr(function, "__self__", None) is dict
     if id(function) in _CALLING:
         key = unwrap(kwargs.get("key"))
@@ -126,7 +126,7 @@ _METHODS = {
     "mapping": ((dict, OrderedDict), ("clear", "get", "popitem", "setdefault")),
     "ordered": ((OrderedDict,), ("move_to_end",)),
 }
-_REPLACED = {
+_IN_PYTHON = {
     **{
         id(function): getattr(builtin_functions, f"builtin_{function.__name__}")
         for function in (filter, iter, map, max, min, reversed, sorted, sum, sys.exc_info, zip)

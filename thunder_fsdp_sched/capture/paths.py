@@ -10,12 +10,14 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable
-from types import GetSetDescriptorType, MemberDescriptorType, MethodType, NoneType
+from types import MethodType, NoneType
 from typing import Any
 
 import torch
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY
+
+from ..private_lookups import NATIVE_DESCRIPTORS
 
 _BY_VALUE = (
     *(NoneType, bool, int, str, bytes, range, slice, type(Ellipsis)),
@@ -132,7 +134,7 @@ class Paths:
         value = self.key_of(key)
         if value is COMPUTED:
             return COMPUTED
-        return (*path, (kind, value.__name__ if isinstance(value, _MEMBERS) else value))
+        return (*path, (kind, value.__name__ if isinstance(value, NATIVE_DESCRIPTORS) else value))
 
     def key_of(self, provenance: ProvenanceRecord) -> Any:
         """Return the key of this provenance; ``COMPUTED`` if it is not a constant of the program."""
@@ -162,8 +164,7 @@ class ConcretePaths(Paths):
         return self.keys.get(id(provenance), (None, COMPUTED))[1]
 
 
-_MEMBERS = (GetSetDescriptorType, MemberDescriptorType)
-_GETTERS = tuple(kind.__get__ for kind in _MEMBERS)
+_GETTERS = tuple(kind.__get__ for kind in NATIVE_DESCRIPTORS)
 
 
 def is_hashable(value: object) -> bool:

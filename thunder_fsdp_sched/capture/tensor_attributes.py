@@ -166,7 +166,7 @@ def _refuse_layout(tensor: WrappedValue, name: WrappedValue, *default: WrappedVa
 
 def _refuse_attribute(tensor: WrappedValue, name: WrappedValue, *default: WrappedValue) -> Any:
     instead = "Compute with shapes, dtypes and values; keep what belongs to a parameter in an attribute of its module"
-    known = _INSTEAD.get(unwrap(name), instead)
+    known = _ADVICE.get(unwrap(name), instead)
     return do_raise(
         refusal(
             f"forward reads the attribute {unwrap(name)} of a tensor, which Thunder does not know while tracing", known
@@ -174,7 +174,7 @@ def _refuse_attribute(tensor: WrappedValue, name: WrappedValue, *default: Wrappe
     )
 
 
-_INSTEAD = {
+_ADVICE = {
     "data": "Call .detach()",
     "register_hook": "Register a hook on the module instead; see 'Hooks' in docs/training.md",
     "requires_grad_": "torch.autograd.grad in forward cannot be traced; in place of gradient_checkpointing_enable of "

@@ -71,19 +71,19 @@ def _keep_whole(
     """
     names = None if of_all else frozenset(differentiable)
 
-    def call_of(args: Any, kwargs: Any) -> Any:
+    def kernels_of(args: Any, kwargs: Any) -> Any:
         from .calls import call_of  # here, because many models call none of these functions
 
         return call_of(symbol, function, names, args, kwargs)
 
     def can_run(*args: Any, **kwargs: Any) -> bool:
-        return if_called_with(args, kwargs) and call_of(args, kwargs) is not None
+        return if_called_with(args, kwargs) and kernels_of(args, kwargs) is not None
 
     def execute(*args: Any, **kwargs: Any) -> Any:
-        return call_of(args, kwargs).execute()
+        return kernels_of(args, kwargs).execute()
 
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        return call_of(args, kwargs).differentiate()
+        return kernels_of(args, kwargs).differentiate()
 
     by.register_implementation(symbol, checker=can_run, execution_transform=execute, grad_transform=differentiate)
 

@@ -139,7 +139,7 @@ class LeafState:
         self.used: list[frozenset[int]] = []
 
 
-def _owner(parameter: torch.Tensor) -> torch.Tensor:
+def _with_own_version(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter with a version and a storage of its own: ``parameter`` itself, if it has both."""
     is_alone = parameter.untyped_storage().nbytes() == parameter.nbytes
     return parameter if is_alone and not parameter.is_inference() else with_own_storage(parameter)
@@ -159,7 +159,7 @@ class _LeafCall:
         self.given = tensors[:count]
         self.versions = [None if t.is_inference() else t._version for t in self.given]
         with torch.inference_mode(False):
-            self.owners = list(map(_owner, tensors[count:]))
+            self.owners = list(map(_with_own_version, tensors[count:]))
             storages = [owner.untyped_storage() for owner in self.owners]  # `storage_uses` would count these objects
             self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
             self.storages = [storage._cdata for storage in storages]
