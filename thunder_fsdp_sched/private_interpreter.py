@@ -110,12 +110,12 @@ def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator
         known: the tensors of this trace that have a name, by name.
     """
     provenance, tensor = value.provenance, value.value
-    if provenance.inst not in _STEPS:
+    if provenance.inst not in READS:
         yield
         return
     named: list[_NamedText | _NumberedIndex] = []
     step = provenance
-    while step.inst in _STEPS:
+    while step.inst in READS:
         step, key = step.inputs
         if isinstance(key.value, _NamedText):
             named.append(key.value)
@@ -134,7 +134,8 @@ def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator
             text.suffix = None
 
 
-_STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
+READS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
+"""The instructions that read an attribute or an item, in the provenance of a value."""
 
 
 class _NamedText(str):

@@ -22,32 +22,32 @@ from ..private_lookups import of_class
 from .refusals import refusal
 
 _NATIVE_SET = object.__setattr__
-_STORED = (Proxy, torch.Tensor, int, float, str, bytes, tuple, NoneType, enum.Enum, torch.dtype, Device)
+_STORED_BY_EPILOGUE = (Proxy, torch.Tensor, int, float, str, bytes, tuple, NoneType, enum.Enum, torch.dtype, Device)
 """The types of values that the epilogue of a trace can assign to an attribute."""
 
 
-def look_aside(function: Any, args: tuple[WrappedValue, ...], found: Any, is_of_input: bool) -> Callable[..., Any]:
+def look_aside(function: Any, args: tuple[WrappedValue, ...], fallback: Any, is_of_input: bool) -> Callable[..., Any]:
     """Return what to call in place of ``setattr``, ``delattr`` and ``object.__setattr__``.
 
     Args:
         args: the wrapped arguments.
-        found: what is called in place of the function otherwise.
+        fallback: what is called in place of the function otherwise.
         is_of_input: whether the object is the module, an argument, or a part of them.
     """
     if function is delattr:
         return _refuse if is_of_input else _delete
     kind = type(args[0].value)
     if function is _NATIVE_SET:
-        if is_of_input and not isinstance(args[2].value, _STORED):
+        if is_of_input and not isinstance(args[2].value, _STORED_BY_EPILOGUE):
             return _refuse_value
         find_attributes(args[0])
-        return partial(_assign, found, is_of_input)
+        return partial(_assign, fallback, is_of_input)
     is_own = isinstance(kind.__setattr__, FunctionType) and not issubclass(kind, torch.nn.Module)
-    return partial(call_interpreted, kind.__setattr__) if is_own else found
+    return partial(call_interpreted, kind.__setattr__) if is_own else fallback
 
 
 def _assign(
-    found: Callable[..., Any], is_of_input: bool, source: WrappedValue, name: WrappedValue, value: WrappedValue
+    fallback: Callable[..., Any], is_of_input: bool, source: WrappedValue, name: WrappedValue, value: WrappedValue
 ) -> Any:
     descriptor = of_class(type(source.value), name.value)
     if isinstance(descriptor, property) and descriptor.fset is not None:
@@ -55,7 +55,7 @@ def _assign(
     if isinstance(setter := getattr(type(descriptor), "__set__", None), FunctionType):
         return call_interpreted(setter, wrap_const(descriptor), source, value)
     source.attribute_wrappers.pop(name.value, None)
-    result = found(source, name, value)
+    result = fallback(source, name, value)
     if is_of_input and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         source.attribute_wrappers[name.value] = value  # otherwise the next read would be one of an input
     return result

@@ -15,7 +15,6 @@ Environment variables change rarely, and libraries read them anywhere, so the pr
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -23,9 +22,7 @@ from typing import Any
 from thunder.core.interpreter import PseudoInst, WrappedValue, get_interpreterruntimectx, unwrap
 
 from ..ir.inspection import is_library
-from .containers import CELL_STORES, GLOBAL_STORES
-from .paths import Paths
-from .refusals import is_of_program, refusal
+from .refusals import refusal
 
 _COUNTING = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _CLOCKS = frozenset(
@@ -131,30 +128,6 @@ class ForeignIterators:
             f"keep the item for all calls",
             "Take items outside of forward, and pass them as arguments, or count calls in a buffer",
         )
-
-
-def outer_assignment(inst: Any, frame: Any, paths: Paths) -> NotImplementedError | None:
-    """Return the error for an instruction that assigns a global, or a variable of a function outside of forward.
-
-    Args:
-        inst: one of ``OUTER_STORES``.
-        frame: the interpreter's.
-        paths: those of the compilation.
-    """
-    if not is_of_program(frame.code.co_filename):
-        return None
-    if inst.opname in CELL_STORES:
-        index = inst.arg + (frame.code.co_nlocals if sys.version_info < (3, 11) else 0)
-        if paths.of(frame.localsplus[index].provenance) is None:
-            return None
-    return refusal(
-        f"forward assigns {inst.argval!r}, a variable outside of it, which the trace would not assign",
-        "Return the value, or assign it to an attribute or a buffer of the module",
-    )
-
-
-OUTER_STORES = CELL_STORES | GLOBAL_STORES
-"""The instructions that may assign a variable outside of forward."""
 
 
 def environment_read(function: Any, args: Sequence[Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""Containers that a program reads as a whole, or changes in place.
+"""Containers that a program reads as a whole, changes in place, or returns.
 
 [Note: Contents of containers]
 Thunder checks each item of a list or dictionary that the interpreter sees the program read. It does not see what native
@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from thunder.core.interpreter import ProvenanceRecord, WrappedValue, is_opaque
+from thunder.core.interpreter import ProvenanceRecord, WrappedValue, do_raise, interpreter_needs_wrap, is_opaque, unwrap
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..runtime.traced_inputs import CONTENT, Check
+from . import torch_functions
 from .paths import BUFFERS, ITEMS, Path, Paths, is_numpy, key_of
 from .refusals import refusal
-
-GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
-CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
-"""The instructions that assign or delete a global variable, and a variable that nested functions share."""
 
 CALL_NOTHING = frozenset({callable, isinstance, issubclass, super, type, getattr, hasattr})
 """Builtins that read no contents of their arguments."""
@@ -94,7 +92,7 @@ class Containers:
 
     def error_of_change(self, function: Any, args: tuple[WrappedValue, ...]) -> NotImplementedError | None:
         """Return the error for a method that changes a container of which Thunder traces a copy; ``None`` for others."""
-        if getattr(function, "__objclass__", None) not in (list, dict) or function.__name__ not in _CHANGING:
+        if getattr(function, "__objclass__", None) not in (list, dict) or function.__name__ not in _CHANGING_METHODS:
             return None
         container = args[0]
         if container.original_value is container.nothing or self._paths.of(container.provenance) not in self._known:
@@ -141,7 +139,37 @@ class Containers:
         }
 
 
-_CHANGING = frozenset(
+def with_plain_containers(output: WrappedValue) -> Any:
+    """Convert torch's named tuples to tuples and ordered dictionaries to plain ones in the outermost forward's result.
+
+    Other named tuples are refused: a trace cannot make them.
+    """
+    named = [type(value) for value in tree_leaves(unwrap(output), is_leaf=_is_named) if _is_named(value)]
+    if foreign := [kind for kind in named if kind.__module__ not in (torch_functions.__name__, "torch.return_types")]:
+        what = f"forward returns a named tuple ({foreign[0].__name__}), which a trace cannot make"
+        return do_raise(refusal(what, "Return a dataclass, a dictionary or a plain tuple"))
+    is_plain = not named and not any(map(_is_ordered, tree_leaves(unwrap(output), is_leaf=_is_ordered)))
+    return output if is_plain else interpreter_needs_wrap(_plain)(output)
+
+
+def _plain(output: Any) -> Any:
+    def convert(value: Any) -> Any:
+        if _is_ordered(value):
+            return {key: _plain(item) for key, item in value.items()}
+        return tuple(value) if _is_named(value) else value
+
+    return tree_map(convert, output, is_leaf=lambda value: _is_named(value) or _is_ordered(value))
+
+
+def _is_ordered(value: Any) -> bool:
+    return type(value) is OrderedDict
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and type(value) is not tuple and type(value) is not torch.Size
+
+
+_CHANGING_METHODS = frozenset(
     ("__delitem__", "__iadd__", "__imul__", "__ior__", "__setitem__", "append", "clear", "extend", "insert", "pop")
     + ("popitem", "remove", "reverse", "setdefault", "sort", "update")
 )

@@ -55,6 +55,7 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..private_interpreter import (
+    READS,
     has_been_modified,
     identify_key,
     observed_by,
@@ -80,17 +81,15 @@ from ..runtime.traced_inputs import (
 )
 from . import callbacks, module_members, torch_functions, torch_types
 from .changing_values import (
-    OUTER_STORES,
     READ_ENVIRONMENT,
     ForeignIterators,
     changing_value,
     environment_read,
-    outer_assignment,
     set_default,
 )
-from .containers import Containers
+from .containers import Containers, with_plain_containers
 from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_checked, may_differ
-from .instructions import INSTEAD
+from .instructions import INSTEAD, OUTER_STORES, outer_assignment
 from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, FUNCTION, INPUTS, ITEM, ConcretePaths, Path, Paths
 from .refusals import collect_refusals, is_of_program
@@ -167,7 +166,7 @@ class InputReads:
             if refused:
                 result = do_raise(refused[0])
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            result = torch_functions.with_plain_containers(result)
+            result = with_plain_containers(result)
         has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
         is_automatic = self.leaves is not None and self.leaves.automatic
         if is_automatic and not has_failed and (changed := self._containers.changed()) is not None:
@@ -215,7 +214,7 @@ class InputReads:
         two tensors for one.
         """
         provenance = value.provenance
-        if provenance.inst in _STEPS and len(provenance.inputs) == 2:
+        if provenance.inst in READS and len(provenance.inputs) == 2:
             known = self._paths.keys.get(id(provenance.inputs[1]))
             if known is not None and not isinstance(known[1], Proxy):
                 replace_key(value, known[1])
@@ -255,7 +254,7 @@ class InputReads:
             if (leaf := load("extras.leaf_modules.choose:function_to_call")(function, args)) is not None:
                 return functools.partial(load("extras.leaf_modules.choose:call_function"), self.leaves, *leaf)
         if function is getattr and self.leaves and self.leaves.written:
-            if (error := load("extras.leaf_modules.capture:written_before")(self.leaves, *args[:2])) is not None:
+            if (error := load("extras.leaf_modules.capture:error_of_traced_read")(self.leaves, *args[:2])) is not None:
                 return do_raise(error)
         if (found := direct(function, args, kwargs)) is not None:
             if function is getattr:
@@ -326,8 +325,8 @@ class InputReads:
         self._conditions.append(condition)
         return bool(is_true)
 
-    def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
-        result = found(source, name, *default)
+    def _ask(self, fallback: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
+        result = fallback(source, name, *default)
         is_tensor = isinstance(source.value, TensorProxy)
         path = self._paths.of_tensor(source.provenance) if is_tensor else self._paths.of(source.provenance)
         if path is None or path[0] not in _ROOTS:
@@ -406,7 +405,6 @@ class InputReads:
 
 
 _ROOTS = (FUNCTION, *INPUTS)
-_STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
 _CONSTANTS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, enum.Enum)
 _ENDING = frozenset(map(id, (GeneratorType.close, GeneratorType.throw)))

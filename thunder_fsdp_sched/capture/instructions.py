@@ -1,4 +1,4 @@
-"""Instructions that Thunder's interpreter does not interpret as Python does."""
+"""Instructions that Thunder's interpreter does not interpret as Python does, or that a trace would not reproduce."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from thunder.core.interpreter import INTERPRETER_SIGNALS, wrap_const
 
 from ..private_interpreter import call_interpreted
 from ..private_lookups import unpacks
+from .paths import Paths
+from .refusals import is_of_program, refusal
 
 
 def _unpack_sequence(inst: Any, stack: Any) -> Any:
@@ -77,3 +79,27 @@ def _match(subject: Any, kind: type, count: int, names: tuple[str, ...]) -> tupl
 
 
 _MATCHED_AS_A_WHOLE = (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple)
+
+
+def outer_assignment(inst: Any, frame: Any, paths: Paths) -> NotImplementedError | None:
+    """Return the error for an instruction that assigns a global, or a variable of a function outside of forward.
+
+    Args:
+        inst: one of ``OUTER_STORES``.
+        frame: the interpreter's.
+        paths: those of the compilation.
+    """
+    if not is_of_program(frame.code.co_filename):
+        return None
+    if inst.opname.endswith("_DEREF"):  # the variable may be one that only functions in forward share
+        index = inst.arg + (frame.code.co_nlocals if sys.version_info < (3, 11) else 0)
+        if paths.of(frame.localsplus[index].provenance) is None:
+            return None
+    return refusal(
+        f"forward assigns {inst.argval!r}, a variable outside of it, which the trace would not assign",
+        "Return the value, or assign it to an attribute or a buffer of the module",
+    )
+
+
+OUTER_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+"""The instructions that may assign a variable outside of forward."""

@@ -24,7 +24,7 @@ from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..extensions import load
 from ..ir.gradients import WRONG_GRADIENTS, is_wrong_of_complex
@@ -89,8 +89,8 @@ def _copied(value: Any) -> Any:
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
-def needs_gradient(value: Any) -> bool:
-    """Return whether a value is a tensor that may need a gradient."""
+def may_require_grad(value: Any) -> bool:
+    """Return whether a value is a tensor for which ``requires_grad`` is true or not known."""
     from .tensor_attributes import requires_grad
 
     return isinstance(value, TensorProxy) and requires_grad(value) is not False
@@ -121,7 +121,7 @@ def _wrong_result(
 def checked(
     leaves: Leaves | None,
     function: Any,
-    found: Any,
+    fallback: Any,
     args: Sequence[WrappedValue],
     kwargs: Mapping[str, WrappedValue],
 ) -> Any:
@@ -129,15 +129,15 @@ def checked(
 
     Args:
         leaves: the leaves of the module, if functions that cannot be traced run as they are.
-        found: what is called in place of the function otherwise.
+        fallback: what is called in place of the function otherwise.
     """
-    if found is not None and _is_of_torch(function):
-        if callable(found) and any(_may_change(value.value) for value in (*args, *kwargs.values())):
-            found = partial(_with_own_lists, found)
+    if fallback is not None and _is_of_torch(function):
+        if callable(fallback) and any(_may_change(value.value) for value in (*args, *kwargs.values())):
+            fallback = partial(_with_own_lists, fallback)
         if leaves is not None:
-            return partial(_call_or_run_as_it_is, leaves, function, found)
+            return partial(_call_or_run_as_it_is, leaves, function, fallback)
     wrong = _wrong_result(function, args, kwargs)
-    return found if wrong is None else do_raise(refusal(*wrong))
+    return fallback if wrong is None else do_raise(refusal(*wrong))
 
 
 def name_of(function: Any) -> str:
@@ -204,7 +204,7 @@ def _call_or_run_as_it_is(
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)
     is_wrong |= _has_tensor_by_keyword(function, kwargs)
-    if wrong or name in _WITHOUT_RULE or (is_wrong and any(map(needs_gradient, values))):
+    if wrong or name in _WITHOUT_RULE or (is_wrong and any(map(may_require_grad, values))):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
         undo()
@@ -266,36 +266,6 @@ _REPLACED = _FUNCTIONAL.union(
 _BUILTIN = {
     id(getattr(torch.nn.functional if name in _FUNCTIONAL else torch, name)): name for name in (*_NAMED, *_REPLACED)
 }
-
-
-def with_plain_containers(output: WrappedValue) -> Any:
-    """Convert torch's named tuples to tuples and ordered dictionaries to plain ones in the outermost forward's result.
-
-    Other named tuples are refused: a trace cannot make them.
-    """
-    named = [type(value) for value in tree_leaves(unwrap(output), is_leaf=_is_named) if _is_named(value)]
-    if foreign := [kind for kind in named if kind not in _NAMED.values() and kind.__module__ != "torch.return_types"]:
-        what = f"forward returns a named tuple ({foreign[0].__name__}), which a trace cannot make"
-        return do_raise(refusal(what, "Return a dataclass, a dictionary or a plain tuple"))
-    is_plain = not named and not any(map(_is_ordered, tree_leaves(unwrap(output), is_leaf=_is_ordered)))
-    return output if is_plain else interpreter_needs_wrap(_plain)(output)
-
-
-def _plain(output: Any) -> Any:
-    def convert(value: Any) -> Any:
-        if _is_ordered(value):
-            return {key: _plain(item) for key, item in value.items()}
-        return tuple(value) if _is_named(value) else value
-
-    return tree_map(convert, output, is_leaf=lambda value: _is_named(value) or _is_ordered(value))
-
-
-def _is_ordered(value: Any) -> bool:
-    return type(value) is collections.OrderedDict
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, tuple) and type(value) is not tuple and type(value) is not torch.Size
 
 
 def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue) -> Any:

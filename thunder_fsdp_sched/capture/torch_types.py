@@ -46,22 +46,22 @@ class Shapes:
     def __init__(self) -> None:
         self._known: dict[int, ProvenanceRecord] = {}  # by identity
 
-    def look_aside(self, function: Any, args: tuple[Any, ...], found: Any) -> Any:
+    def look_aside(self, function: Any, args: tuple[Any, ...], fallback: Any) -> Any:
         """Return what to call in place of ``getattr`` for the shape of a tensor, and of queries for the type of a shape.
 
         Args:
-            found: what is called in place of them otherwise.
+            fallback: what is called in place of them otherwise.
         """
         if function is getattr and isinstance(args[0].value, TensorProxy) and unwrap(args[1]) == "shape":
-            return functools.partial(self._note, found)
+            return functools.partial(self._note, fallback)
         if function in (type, isinstance) and args and id(args[0].provenance) in self._known and not is_in_thunder():
             if function is isinstance:
                 return lambda _, classes: call_interpreted(issubclass, wrap_const(torch.Size), classes)
             return lambda _: wrap_const(torch.Size)
-        return found
+        return fallback
 
-    def _note(self, found: Callable[..., Any], *args: WrappedValue) -> Any:
-        shape = found(*args)
+    def _note(self, fallback: Callable[..., Any], *args: WrappedValue) -> Any:
+        shape = fallback(*args)
         if isinstance(shape, WrappedValue):
             self._known[id(shape.provenance)] = shape.provenance
         return shape

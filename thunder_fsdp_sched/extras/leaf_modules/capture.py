@@ -33,7 +33,7 @@ from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
 from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths, key_of
 from ...capture.refusals import refusal
-from ...capture.torch_functions import needs_gradient
+from ...capture.torch_functions import may_require_grad
 from ...errors import coded_error
 from ...ir.inspection import nested
 from ...private_assignments import modified_members
@@ -49,7 +49,7 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
         proxy_contents(value)
 
     plain, context = unwrap(module), get_jit_ctx()
-    if (error := read_before_written(leaves, plain)) is not None:
+    if (error := error_of_leaf_read(leaves, plain)) is not None:
         return do_raise(error)
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ def _leaf_of(
     inputs = list(map(_metadata, tensors))
     for number, tensor in enumerate(tensors):
         is_argument, is_function = number in examples, not isinstance(function, torch.nn.Module)
-        if (is_argument and not examples[number].requires_grad) or (is_function and not needs_gradient(tensor)):
+        if (is_argument and not examples[number].requires_grad) or (is_function and not may_require_grad(tensor)):
             inputs[number] = inputs[number]._replace(differentiable=False)
     arguments = Nested(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)
     autocasts = [
@@ -263,14 +263,14 @@ def _wrap_parameter(wrapped: WrappedValue, path: Sequence[str], value: Any) -> W
     return wrap(value, provenance=provenance)
 
 
-_MEMBERS = ("__dict__", "_buffers")
+_MEMBER_DICTS = ("__dict__", "_buffers")
 
 
-def read_before_written(leaves: Leaves, module: torch.nn.Module) -> NotImplementedError | None:
+def error_of_leaf_read(leaves: Leaves, module: torch.nn.Module) -> NotImplementedError | None:
     """Return the error for a call of a leaf after traced code has changed one of its attributes or buffers."""
     parts = set(module.modules())
     for path in _changed():
-        owner, name = _owner(path, leaves.model)
+        owner, name = _changed_object(path, leaves.model)
         if owner in parts:
             return refusal(
                 f"forward changes {name!r} of the leaf module {leaves[module]!r} ({type(module).__name__}) before it calls "
@@ -280,7 +280,7 @@ def read_before_written(leaves: Leaves, module: torch.nn.Module) -> NotImplement
     return None
 
 
-def written_before(leaves: Leaves, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
+def error_of_traced_read(leaves: Leaves, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
     """Return the error if traced code reads an attribute that a leaf has changed in this forward."""
     owner, key = unwrap(source), unwrap(name)
     path = leaves.written.get((owner, key)) if isinstance(owner, torch.nn.Module) else None
@@ -325,10 +325,10 @@ def _written() -> Iterator[Path]:
                 yield path
 
 
-def _owner(path: Path, model: torch.nn.Module) -> tuple[Any, str]:
+def _changed_object(path: Path, model: torch.nn.Module) -> tuple[Any, str]:
     """Return the object whose attribute or buffer is at ``path``, and the name; the path begins at the model."""
     *steps, (_, name) = path
-    while steps[1:] and steps[-1][1] in _MEMBERS:
+    while steps[1:] and steps[-1][1] in _MEMBER_DICTS:
         steps.pop()
     try:
         return value_at({FUNCTION: model}, tuple(steps)), str(name)
