@@ -26,7 +26,9 @@ ROOMS = {
 """The tests of each room. Those that are fast, or that fail for most defects, run first."""
 
 _SHARP = {
-    "traced_inputs": "capture/test_input_reads.py",
+    "traced_inputs value_keys": "capture/test_input_reads.py",
+    "bound_symbols": "transforms/test_differentiate.py",
+    "bound_symbols traced_computation": "capture/test_shared_joint.py",
     "row_elements rows row_shard": "runtime/test_row_dtensor.py",
     "autograd": "training/test_gradient_hooks.py",
     "unused_outputs autograd": "training/test_unused_outputs.py",

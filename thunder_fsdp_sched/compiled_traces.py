@@ -84,7 +84,7 @@ class CompiledTraces:
         choice: the outcome of ``prefetch="auto"`` or ``max_memory``, a
             :class:`~thunder_fsdp_sched.extras.planning.search.Choice`; ``None`` without them.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
-        traced: the fingerprint of what Thunder has traced (see ``capture.traced_computation``), to find later compilations
+        traced: the fingerprint of what Thunder has traced (see ``ir.traced_computation``), to find later compilations
             that can share ``differentiated``; ``None`` if none can.
         inputs: what the program has read from its inputs; ``None`` if the other mode of ``no_sync`` needs another
             trace.

@@ -19,9 +19,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
-from .capture.bound_symbols import IN_CHECKPOINT
 from .errors import coded_error
 from .extensions import load
+from .ir.bound_symbols import IN_CHECKPOINT
 from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS, has_complex
 from .ir.inspection import is_recomputed, nested
 from .kernels.executor import executor as kernels

@@ -10,7 +10,7 @@ transforms. ``FSDPTransform._take_entry`` verifies the traces again if they have
 is audited: see [Note: The audit] in ``proof.audit``.
 
 Thunder itself may see an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
-and [Note: Modes share a joint trace] in ``capture.traced_computation``.
+and [Note: Modes share a joint trace] in ``ir.traced_computation``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ from thunder.extend import Executor, FusionExecutor
 from . import pipeline
 from .capture.input_reads import InputReads
 from .capture.module_calls import trace_module_calls
-from .capture.traced_computation import (
-    can_compile_again,
-    defers_autograd,
-    fingerprint,
-    needs_backward,
-    transforms_after,
-    without_computation,
-)
 from .compiled_traces import CompiledTraces, OfCalls, StepSettings
 from .errors import coded_error
 from .extensions import Answer, load
@@ -58,6 +50,14 @@ from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
 from .ir.schedule import StepSchedule
 from .ir.statements import Statement, read_statements
+from .ir.traced_computation import (
+    can_compile_again,
+    defers_autograd,
+    fingerprint,
+    needs_backward,
+    transforms_after,
+    without_computation,
+)
 from .kernels.functions import with_kernels
 from .logs import Artifacts
 from .options import Options
@@ -361,7 +361,7 @@ class Compilation:
 
         The returned computation is empty if ``differentiate`` takes the place of Thunder's autograd, or if the joint
         trace of an earlier compilation is reused: see [Note: Blocks are differentiated once] in
-        ``transforms.differentiate`` and [Note: Modes share a joint trace] in ``capture.traced_computation``.
+        ``transforms.differentiate`` and [Note: Modes share a joint trace] in ``ir.traced_computation``.
         """
         traces, transform = self.traces, self.transform
         traces.parameters = parameters_among(computation.args, prologue)

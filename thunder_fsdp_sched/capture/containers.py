@@ -18,9 +18,10 @@ import torch
 from thunder.core.interpreter import ProvenanceRecord, WrappedValue, do_raise, interpreter_needs_wrap, is_opaque, unwrap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..ir.value_keys import BUFFERS, ITEMS, is_numpy, key_of
 from ..runtime.traced_inputs import CONTENT, Check
 from . import torch_functions
-from .paths import BUFFERS, ITEMS, Path, Paths, is_numpy, key_of
+from .paths import Path, Paths
 from .refusals import refusal
 
 CALL_NOTHING = frozenset({callable, isinstance, issubclass, super, type, getattr, hasattr})

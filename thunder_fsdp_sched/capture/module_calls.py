@@ -19,6 +19,7 @@ from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, get_interpre
 from thunder.core.jit_ext import get_jit_ctx
 
 from ..extensions import load
+from ..ir.bound_symbols import IN_CHECKPOINT, tag_call
 from ..private_interpreter import (
     call_interpreted,
     call_module_as_torch,
@@ -27,7 +28,6 @@ from ..private_interpreter import (
 )
 from ..private_lookups import attribute
 from ..private_torch import is_hooked
-from .bound_symbols import IN_CHECKPOINT, tag_call
 from .input_reads import InputReads
 from .leaves import Leaves
 from .refusals import count_refused, latest_refused

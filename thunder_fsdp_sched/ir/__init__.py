@@ -1,1 +1,1 @@
-"""The symbols in traces, and analyses of traces: effects, lifetimes, operator facts, schedules."""
+"""The symbols in traces, and analyses of traces: effects, lifetimes, operator facts, schedules, repeated regions."""

@@ -369,3 +369,14 @@ def _value(size: Any) -> Any:
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def attention_backends() -> tuple[bool, ...]:
+    """Return which kernels of attention torch may use; ``torch.nn.attention.sdpa_kernel`` sets them."""
+    backends = torch.backends.cuda
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )

@@ -17,10 +17,10 @@ from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
 from torch.utils._pytree import tree_map
 
-from ..ir.observation import describe, fake_arguments, fake_mode, identity_of, named_arguments
+from ..ir.observation import attention_backends, describe, fake_arguments, fake_mode, identity_of, named_arguments
 from ..private_thunder import shape_of, torch_function_of
 from ..private_torch import schema_of
-from .executor import attention_backends, executor
+from .executor import executor
 from .torch_program import TorchProgram, torch_program
 
 _MAX_CACHED = 1_000

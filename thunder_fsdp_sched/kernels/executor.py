@@ -1,8 +1,7 @@
-"""The executors that run torch's kernels, and torch's choice of attention kernels: see [Note: Torch's kernels]."""
+"""The executors that run torch's kernels: see [Note: Torch's kernels]."""
 
 from __future__ import annotations
 
-import torch
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor, register_executor
 
@@ -23,14 +22,3 @@ elementwise = _KernelExecutor("torch_elementwise", version="0.1")
 gradients = _KernelExecutor("torch_gradients", version="0.1")
 for _executor in (executor, elementwise, gradients):
     register_executor(_executor)
-
-
-def attention_backends() -> tuple[bool, ...]:
-    """Return which kernels of attention torch may use; ``torch.nn.attention.sdpa_kernel`` sets them."""
-    backends = torch.backends.cuda
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )

@@ -14,7 +14,7 @@ from thunder.core import prims
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..capture.bound_symbols import IN_CHECKPOINT
+from ..ir.bound_symbols import IN_CHECKPOINT
 from ..ir.inspection import defined_by, with_bound_symbols
 from ..ir.operator_facts import is_pure
 from ..private_thunder import renamed

@@ -6,7 +6,7 @@ tracing all blocks of a model one after the other. So Thunder is handed a trace 
 (``without_computation``), and this pass calls Thunder's own functions for the real one, in Thunder's order:
 
 1. Bound symbols are tagged with the calls of modules that have added them; see [Note: Regions] in
-   ``capture.bound_symbols``. Regions of equal structure repeat, even if each of their modules had to be traced.
+   ``ir.bound_symbols``. Regions of equal structure repeat, even if each of their modules had to be traced.
 2. Thunder differentiates one region of each kind as a computation by itself, and its operators are claimed.
 3. Each region is replaced by one ``fsdp_run``. Its grad rule makes one for its forward and one for its backward, so
    Thunder differentiates the rest of the computation around them.
@@ -38,7 +38,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from ..capture.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repeated_regions
+from ..ir.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repeated_regions
 from ..ir.gradients import needing_gradient
 from ..ir.inspection import args_of, defined_by, forward_part, is_recomputed, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts

@@ -31,11 +31,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
-from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths, key_of
+from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths
 from ...capture.refusals import refusal
 from ...capture.torch_functions import may_require_grad
 from ...errors import coded_error
 from ...ir.inspection import nested
+from ...ir.value_keys import key_of
 from ...private_assignments import modified_members
 from ...runtime.traced_inputs import value_at
 from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested

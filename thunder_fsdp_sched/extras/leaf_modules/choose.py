@@ -32,10 +32,10 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves
 
-from ...capture.bound_symbols import ModuleCall
 from ...capture.leaves import AUTO, Leaves, pattern_of
 from ...capture.torch_functions import name_of
 from ...errors import coded_error
+from ...ir.bound_symbols import ModuleCall
 from ...ir.symbols import LEAF
 from .capture import examples_of, proxy_contents, record_call
 from .observe import run_once

@@ -13,7 +13,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
 
-from ...capture.bound_symbols import IN_CHECKPOINT
+from ...ir.bound_symbols import IN_CHECKPOINT
 from ...ir.effects import declared
 from ...ir.gradients import needing_gradient, with_gradient
 from ...ir.inspection import args_of, outs_of, swap_args, with_bound_symbols

@@ -19,11 +19,11 @@ from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorPr
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import declared
-from ..ir.inspection import args_of, defined_by, outs_of
 from ..private_thunder import CachingBoundSymbol, renamed
 from ..runtime.bucket import Bucket
-from .paths import IdentityKey, key_of
+from .effects import declared
+from .inspection import args_of, defined_by, outs_of
+from .value_keys import IdentityKey, key_of
 
 Parameter = tuple[Bucket, int]
 """A parameter: its bucket, and its index there."""

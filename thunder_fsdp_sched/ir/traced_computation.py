@@ -39,10 +39,10 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
-from ..kernels.executor import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
-from .paths import IdentityKey
+from .observation import attention_backends
+from .value_keys import IdentityKey
 
 
 def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> tuple[Any, ...] | None:
