@@ -80,13 +80,7 @@ from ..runtime.traced_inputs import (
     TracedInputs,
 )
 from . import callbacks, module_members, torch_functions, torch_types
-from .changing_values import (
-    READ_ENVIRONMENT,
-    ForeignIterators,
-    changing_value,
-    environment_read,
-    set_default,
-)
+from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read, set_default
 from .containers import Containers, with_plain_containers
 from .input_checks import CHECKED_BY_THUNDER, COMPARED, IGNORED, check_of, is_checked, may_differ
 from .instructions import INSTEAD, OUTER_STORES, outer_assignment
@@ -250,35 +244,43 @@ class InputReads:
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return what to call in place of a function, note what it reads, and refuse what a trace would not reproduce."""
-        if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
+        leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
+        # As a leaf, a function runs as it is that `unsupported_call` would refuse.
+        if leaves is not None and id(function) in CALLS:
             if (leaf := load("extras.leaf_modules.choose:function_to_call")(function, args)) is not None:
-                return functools.partial(load("extras.leaf_modules.choose:call_function"), self.leaves, *leaf)
+                return functools.partial(load("extras.leaf_modules.choose:call_function"), leaves, *leaf)
+        # Before `direct`, which would answer `getattr`.
         if function is getattr and self.leaves and self.leaves.written:
             if (error := load("extras.leaf_modules.capture:error_of_traced_read")(self.leaves, *args[:2])) is not None:
                 return do_raise(error)
+        # Most calls are these, so all that follows would take time for nothing.
         if (found := direct(function, args, kwargs)) is not None:
             if function is getattr:
                 self._note_shared(args[0], args[1], found(*args))
             return found
+        # Before the replacements, some of which are of the same functions, such as `torch.tensor`.
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
-        if (
-            found := torch_types.look_aside(function, args) or callbacks.look_aside(function, args, kwargs)
-        ) is not None:
+        # Each replaces other functions, so their order does not matter.
+        found = (
+            torch_types.look_aside(function, args)
+            or callbacks.look_aside(function, args, kwargs)
+            or torch_functions.look_aside(function, args, kwargs)
+            or module_members.look_aside(function, args, self._paths)
+        )
+        if found is not None:
             return found
-        if (found := torch_functions.look_aside(function, args, kwargs)) is not None:
-            return found
-        if (found := module_members.look_aside(function, args, self._paths)) is not None:
-            return found
+        # Before `_unknown`, which refuses `bool` of a number that a condition may be of.
         if function is bool and (known := self._condition(args[0].value)) is not None:
             return lambda _: wrap_const(known)
         found = self._unknown.look_aside(function, args) if self._unknown is not None else None
         found = found or look_aside(function, *args, **kwargs)
+        # What a function reads depends on whether it runs natively, so before `Watched` and others take its place.
         self._containers.note_call(function, found is not None, (*args, *kwargs.values()))
         if self._sizes is not None:
             self._sizes.note_call(function, found is not None, args)
         if found is None:
-            set_default(function, args)
+            set_default(function, args)  # before the variables are noted as later calls find them
             if isinstance(function, FunctionType) and function in READ_ENVIRONMENT:
                 name = environment_read(function, args)
                 self._checks.setdefault((ENVIRONMENT, (ITEM, name)), (EQUAL, Environment()[name]))
@@ -294,6 +296,7 @@ class InputReads:
             return do_raise(error)
         if (error := self._containers.error_of_change(function, args)) is not None:
             return do_raise(error)
+        # The rest calls what has been found so far.
         if id(function) in _ASSIGNING:
             from .assigned_attributes import look_aside as assign  # here, because most programs assign none
 
@@ -301,7 +304,6 @@ class InputReads:
         if id(function) in CALLS and callable(found) and isinstance(args[0].value, type):
             found = functools.partial(call_for_one_result, found)
         found = self._shapes.look_aside(function, args, found)
-        leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
         found = torch_functions.checked(leaves, function, found, args, kwargs)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
