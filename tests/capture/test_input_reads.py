@@ -9,6 +9,7 @@ import copy
 import enum
 from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from operator import attrgetter, itemgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -58,6 +59,13 @@ def _flagged(x: torch.Tensor, config: Any) -> torch.Tensor:
     return x if config.scale is None else x * config.scale
 
 
+class Scaled(SimpleNamespace):
+    def times(self, by: int) -> int:
+        return self.scale * by
+
+    __getitem__ = times
+
+
 CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
     "tuple": (_add_all, [(1,), (1, 2), (), (1,)]),
     "tensors": (lambda x, values: x * len(values), [(ONES,), (ONES, ONES), ()]),
@@ -79,6 +87,17 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
         lambda x, given: x * max([1, 2], key=lambda v: v * given.sign),
         [SimpleNamespace(sign=s) for s in (1, -1)],
     ),
+    "attributes by a getter": (
+        lambda x, given: x * attrgetter("inner.scale")(given) + attrgetter("inner", "sign")(given)[1],
+        [SimpleNamespace(inner=SimpleNamespace(scale=s), sign=t) for s, t in ((1, 1), (2, 1), (2, 3))],
+    ),
+    "methods by a caller": (
+        lambda x, given: (
+            x * methodcaller("times", 3)(given) + methodcaller("times", by=2)(given) + itemgetter(1)(given)
+        ),
+        [Scaled(scale=1), Scaled(scale=2)],
+    ),
+    "the getter": (lambda x, getter: x * len(getter(F).__name__), [attrgetter("relu"), attrgetter("dropout")]),
     "attribute": (_flagged, [SimpleNamespace(scale=None), SimpleNamespace(scale=3)]),
 }
 

@@ -141,7 +141,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "random": (lambda y: y * random.random(), "(random.random)"),
     "of a generator": (lambda y: y * _GENERATOR.random(), "random.random"),
     "of a generator in a deque": (lambda y: y * _GENERATORS[0].random(), "random.random"),
-    "of a generator by a native function": (
+    "of a generator by a getter": (
         lambda y: y * operator.itemgetter(0)(_GENERATORS).random(),
         "random.random",
     ),

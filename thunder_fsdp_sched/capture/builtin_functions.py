@@ -51,6 +51,10 @@ def builtin_sum(values: Iterable[Any], /, start: Any = 0) -> Any:
     return start
 
 
+def builtin_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 def list_insert(values: list[Any], index: int, value: Any, /) -> None:
     values[index:index] = [value]
 
@@ -154,3 +158,28 @@ def ordered_move_to_end(mapping: OrderedDict[Any, Any], key: Any, last: bool = T
 
 def mapping_fromkeys(keys: Iterable[Any], value: Any = None, /) -> dict[Any, Any]:
     return {key: value for key in keys}
+
+
+def attrgetter_call(getter: Any, owner: Any, /) -> Any:
+    return _one_or_all([_attribute(owner, path.split(".")) for path in getter.__reduce__()[1]])
+
+
+def _attribute(owner: Any, names: Iterable[str]) -> Any:
+    for name in names:
+        owner = getattr(owner, name)
+    return owner
+
+
+def itemgetter_call(getter: Any, owner: Any, /) -> Any:
+    return _one_or_all([owner[key] for key in getter.__reduce__()[1]])
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def methodcaller_call(caller: Any, owner: Any, /) -> Any:
+    make, args = caller.__reduce__()
+    if isinstance(make, partial):  # with keyword arguments
+        return getattr(owner, make.args[0])(*args, **make.keywords)
+    return getattr(owner, args[0])(*args[1:])

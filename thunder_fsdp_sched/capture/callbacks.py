@@ -1,10 +1,10 @@
 """Builtin functions that call a function of the program, or that the interpreter does not know, in Python.
 
 [Note: Callbacks]
-The interpreter does not interpret what builtin functions call: the ``key`` of ``sorted``, or the function of ``map``. It
-would not see the attributes that a key reads or the random numbers that it draws, and the trace would keep their values for
-all calls. A program that Thunder traces therefore gets the functions of ``builtin_functions`` in their place, which the
-interpreter interprets.
+The interpreter does not interpret what builtin functions call: the ``key`` of ``sorted``, the function of ``map``, or the
+property that an ``attrgetter`` reads. It would not see the attributes that a key reads or the random numbers that it draws,
+and the trace would keep their values for all calls. A program that Thunder traces therefore gets the functions of
+``builtin_functions`` in their place, which the interpreter interprets.
 
 Other native functions may call back, too: ``itertools.accumulate``, ``re.sub``, or a lookup that calls ``__eq__``. They
 run as they are, but a profile function watches whether they call functions whose results change. The garbage collector is
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -120,16 +121,20 @@ def _is_replaced(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 _COMPARED = type(functools.cmp_to_key(max))
 _CALLING = frozenset(map(id, (filter, map, max, min, sorted)))
+_CALL = (operator.call,) if sys.version_info >= (3, 11) else ()
 _METHODS = {
     "sequence": ((tuple, list), ("__contains__", "count", "index")),
     "list": ((list,), ("__iadd__", "__imul__", "clear", "insert", "remove", "sort")),
     "mapping": ((dict, OrderedDict), ("clear", "get", "popitem", "setdefault")),
     "ordered": ((OrderedDict,), ("move_to_end",)),
+    "attrgetter": ((operator.attrgetter,), ("__call__",)),
+    "itemgetter": ((operator.itemgetter,), ("__call__",)),
+    "methodcaller": ((operator.methodcaller,), ("__call__",)),
 }
 _IN_PYTHON = {
     **{
         id(function): getattr(builtin_functions, f"builtin_{function.__name__}")
-        for function in (filter, iter, map, max, min, reversed, sorted, sum, sys.exc_info, zip)
+        for function in (filter, iter, map, max, min, reversed, sorted, sum, sys.exc_info, zip, *_CALL)
     },
     **{
         id(getattr(kind, name)): getattr(builtin_functions, f"{group}_{name.strip('_')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Mapping
+from operator import attrgetter, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -21,7 +22,7 @@ _STATE = (list, dict, set, deque, tuple, range, frozenset, bytes, str)
 CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
 COMPARED = (*CHECKED_BY_THUNDER, *_STATE, torch.Tensor, torch.nn.Module)
 IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
-_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
+_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type, attrgetter, itemgetter, methodcaller)
 _BY_EQUALITY: tuple[type, ...] = (
     *(bool, int, float, complex, str, bytes, range, set, frozenset, slice, MethodType),
     *(torch.dtype, torch.layout, torch.memory_format, torch.device),

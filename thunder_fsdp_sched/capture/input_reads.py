@@ -10,7 +10,7 @@ differs.
 The comparison depends on the type of the value:
 
 - a list or tuple by type and length, a dictionary by type and keys; items that the program reads have their own paths;
-- ``None``, functions, classes and members of enums by identity; dtypes, sets and other plain values by equality;
+- ``None``, functions, getters, classes and members of enums by identity; dtypes, sets and other plain values by equality;
 - any other object by its type, but a global object by identity;
 - whether an object has an attribute, if the program asks.
 
