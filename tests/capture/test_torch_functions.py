@@ -265,6 +265,56 @@ def test_values_and_gradients_are_those_of_eager_mode(functions: Functions, args
     assert count == expected and len(texts) == sum(expected.values()), texts
 
 
+class _Special(nn.Module):
+    """A function of two parameters with each pair of zeros, infinities, NaN and other numbers."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 2.0, -1.0, 0.5], dtype=dtype)
+        self.function, (self.a, self.b) = (
+            function,
+            map(nn.Parameter, torch.cartesian_prod(numbers, numbers).T.contiguous()),
+        )
+
+    def forward(self) -> torch.Tensor:
+        return self.function(self.a * 1, self.b * 1)
+
+
+SPECIAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "relu": lambda a, b: torch.stack(
+        [F.relu(a), (b * 1).relu_(), torch.relu(input=a), F.relu(b, inplace=True), a.relu()]
+    ),
+    "elu": lambda a, b: torch.stack([F.elu(a, 1.5), nn.ELU()(b), F.celu(a, 1.5), torch.celu(b)]),
+    "selu": lambda a, b: F.selu(a) + nn.SELU()(b),
+    "hard": lambda a, b: F.hardsigmoid(a) + F.hardshrink(b) - F.softshrink(b),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_zeros_and_numbers_that_are_not_finite_have_the_values_and_gradients_of_eager_mode(
+    name: str, dtype: torch.dtype
+) -> None:
+    both = Beside(_Special(SPECIAL[name], dtype), leaf_modules=())
+    outputs = [net() for net in both.both]
+    for output in outputs:
+        output.backward(torch.ones_like(output))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0, equal_nan=True)
+    both.compare_gradients(rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("executors", [["torchcompile"], []], ids=["fused", "decomposed"])
+def test_activations_that_are_decomposed_pass_on_what_is_not_finite(executors: list[str]) -> None:
+    jit = {"executors": [*executors, *map(thunder.get_executor, ("torch", "python"))]}
+    module = _Special(lambda a, b: torch.stack([a.relu(), F.elu(a), F.celu(a, 1.5), F.selu(a)]), torch.float32)
+    both = Beside(module, jit=jit)
+    outputs = [net() for net in both.both]
+    for output in outputs:
+        output.backward(torch.ones_like(output))
+    torch.testing.assert_close(*outputs, equal_nan=True)
+    both.compare_gradients(equal_nan=True)
+
+
 def test_the_gradient_of_parts_is_one_concatenation() -> None:
     model = Beside(Applied(TRACED["parts"], 4)).model
     model(torch.ones(4, 4)).sum().backward()

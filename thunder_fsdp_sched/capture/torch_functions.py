@@ -248,15 +248,20 @@ _REPLACED = _FUNCTIONAL.union(
     (
         "argmin",
         "as_tensor",
+        "celu",
         "chunk",
         "clamp",
         "clamp_",
+        "elu",
         "eye",
         "isfinite",
         "linspace",
         "norm",
+        "relu",
+        "relu_",
         "repeat_interleave",
         "reshape",
+        "selu",
         "tensor",
     ),
     ("unbind",),
@@ -264,7 +269,10 @@ _REPLACED = _FUNCTIONAL.union(
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""
 
 _BUILTIN = {
-    id(getattr(torch.nn.functional if name in _FUNCTIONAL else torch, name)): name for name in (*_NAMED, *_REPLACED)
+    id(function): name
+    for name in (*_NAMED, *_REPLACED)
+    for module in ((torch.nn.functional,) if name in _FUNCTIONAL else (torch, torch.nn.functional))
+    if (function := getattr(module, name, None)) is not None
 }
 
 

@@ -21,6 +21,8 @@ from ..errors import coded_error
 from ..ir.inspection import python_type_of
 from ..private_interpreter import call_interpreted
 from ..private_thunder import shape_of
+from .corrected_symbols import CORRECTED, corrected
+from .random_replacements import RANDOM
 
 
 def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -31,6 +33,8 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, eye, wrap_const(torch.get_default_dtype()))
     if function is F.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, grouped_attention)
+    if name in CORRECTED:
+        return corrected(name, args, kwargs)
     given = [unwrap(value) for value in (*args, *kwargs.values())]
     if name in ("cross_entropy", "nll_loss") and any(getattr(value, "dtype", None) is dtypes.uint8 for value in given):
         return partial(call_interpreted, with_long_target, wrap_const(function))
@@ -57,7 +61,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, instead)
     if function is F.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)
-    if (draws := _RANDOM.get(id(function))) is not None:
+    if (draws := RANDOM.get(id(function))) is not None:
         is_in_place = bool(unwrap(kwargs.get("inplace", args[3] if len(args) > 3 else False)))
         return partial(call_interpreted, draws) if function is not F.dropout or is_in_place else None
     if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
@@ -342,81 +346,3 @@ def eye(
 
 def reshape(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *, shape: Any) -> torch.Tensor:
     return function(tensor, shape)
-
-
-#
-# Random functions: Thunder would run each as one operator, and run it again for the gradient, with another sample
-#
-
-
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return input.copy_(F.dropout(input, p, training)) if training else input
-
-
-def _dropout1d(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    if input.dim() not in (2, 3):
-        raise RuntimeError(f"dropout1d: expected 2D or 3D input, but received a {input.dim()}D input")
-    return _drop(input, p, training, inplace, leading=input.dim() - 1)
-
-
-def _dropout2d(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return _drop(input, p, training, inplace, leading=2)  # torch takes three dimensions for (N, C, L)
-
-
-def _dropout3d(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return _drop(input, p, training, inplace, leading=2 if input.dim() == 5 else 1)
-
-
-def _alpha_dropout(input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
-    return _drop(input, p, training, inplace, leading=input.dim(), alpha=_ALPHA)
-
-
-def _feature_alpha_dropout(
-    input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> torch.Tensor:
-    return _drop(input, p, training, inplace, leading=2, alpha=_ALPHA)
-
-
-def _drop(
-    input: torch.Tensor, p: float, training: bool, inplace: bool, *, leading: int, alpha: float | None = None
-) -> torch.Tensor:
-    """Drop elements with the same first ``leading`` indices together; with ``alpha``, keep mean and variance of SELUs."""
-    if p < 0.0 or p > 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0.0:
-        return input
-    if input.dim() < min(leading, 2):
-        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    ones = torch.ones([*input.shape[:leading], *[1] * (input.dim() - leading)], dtype=input.dtype, device=input.device)
-    kept = F.dropout(ones, p)
-    if alpha is None or p == 1.0:
-        output = input * kept
-    else:
-        kept = (kept > 0).to(input.dtype)
-        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5
-        output = input * (kept * scale) + ((kept - 1) * (alpha * scale) + alpha * scale * p)
-    return input.copy_(output) if inplace else output
-
-
-def _gumbel_softmax(
-    logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
-) -> torch.Tensor:
-    gumbels = -torch.ones_like(logits).exponential_().log()
-    soft = ((logits + gumbels) / tau).softmax(dim)
-    if not hard:
-        return soft
-    return torch.zeros_like(logits).scatter(dim, soft.max(dim, keepdim=True)[1], 1.0) - soft.detach() + soft
-
-
-_ALPHA = 1.7580993408473766
-"""The negative of the limit of SELU, as in torch: its scale times its alpha."""
-
-_RANDOM: dict[int, Callable[..., torch.Tensor]] = {
-    id(F.dropout): _dropout,
-    id(F.dropout1d): _dropout1d,
-    id(F.dropout2d): _dropout2d,
-    id(F.dropout3d): _dropout3d,
-    id(F.alpha_dropout): _alpha_dropout,
-    id(F.feature_alpha_dropout): _feature_alpha_dropout,
-    id(F.gumbel_softmax): _gumbel_softmax,
-}

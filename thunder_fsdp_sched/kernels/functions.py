@@ -91,24 +91,31 @@ def _keep_whole(
 for _symbol in (ltorch.layer_norm, ltorch.group_norm, ltorch.rms_norm):
     _keep_whole(_symbol, "weight", "bias")
 # Log-softmax, embedding and tanh are left out, because Thunder itself calls torch's kernels for them. Cross entropy is a
-# log-softmax and a negative log-likelihood; only the latter is kept whole, because Thunder copies its input twice. `relu`
-# takes two operators in Thunder, too. RMS norm is a single kernel only on GPUs. See `benchmarks/this_machine.py`.
+# log-softmax and a negative log-likelihood; only the latter is kept whole, because Thunder copies its input twice. RMS norm
+# is a single kernel only on GPUs. See `benchmarks/this_machine.py`.
 for _symbol in (
+    ltorch.celu,
     ltorch.elu,
     ltorch.gelu,
     ltorch.glu,
+    ltorch.hardshrink,
+    ltorch.hardsigmoid,
     ltorch.hardswish,
     ltorch.hardtanh,
     ltorch.leaky_relu,
     ltorch.logsigmoid,
     ltorch.mish,
+    ltorch.relu,
     ltorch.relu6,
+    ltorch.selu,
     ltorch.sigmoid,
     ltorch.silu,
     ltorch.softplus,
+    ltorch.softshrink,
 ):
     for _executor in (executor, elementwise):
-        _keep_whole(_symbol, by=_executor)
+        # The id of some names a function that does not take `inplace`.
+        _keep_whole(_symbol, by=_executor, function=getattr(torch.nn.functional, _symbol.name))
 for _symbol in (
     ltorch._softmax,
     ltorch.logsumexp,
