@@ -286,6 +286,9 @@ SPECIAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ),
     "elu": lambda a, b: torch.stack([F.elu(a, 1.5), nn.ELU()(b), F.celu(a, 1.5), torch.celu(b)]),
     "selu": lambda a, b: F.selu(a) + nn.SELU()(b),
+    "rounded quotients": lambda a, b: torch.div(a, b, rounding_mode="floor") + torch.div(b, a, rounding_mode="trunc"),
+    "a rounded quotient": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "powers of zero": lambda a, b: a**0 * b + b.pow(0.0) + torch.pow(a, 0),
     "hard": lambda a, b: F.hardsigmoid(a) + F.hardshrink(b) - F.softshrink(b),
 }
 

@@ -37,7 +37,7 @@ _RIGHT_OF_COMPLEX = frozenset({
 })  # fmt: skip
 """Names of operators whose gradients Thunder computes correctly for complex values, too."""
 
-PIECEWISE_CONSTANT = frozenset({"bernoulli", "ceil", "div", "dropout", "floor", "round", "trunc"})
+PIECEWISE_CONSTANT = frozenset({"bernoulli", "ceil", "div", "dropout", "floor", "pow", "round", "trunc"})
 """Names of operators that may be constant in their inputs, to which Thunder then passes no gradient."""
 
 

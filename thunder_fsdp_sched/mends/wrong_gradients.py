@@ -1,8 +1,9 @@
 """Repair or refuse operators for which Thunder loses a gradient, or computes a wrong one.
 
 [Note: Gradients of zeros]
-In torch, ``floor`` and ``dropout`` with a probability of 1 pass on gradients of zeros. Thunder passes none. If no other
-path leads to a parameter, its gradient is ``None``, and optimizers skip it, although in eager mode they would decay it.
+In torch, ``floor``, rounded quotients, ``x**0`` and ``dropout`` with a probability of 1 pass on gradients of zeros. Thunder
+passes none, or some that are not finite where it divides by zero. If no other path leads to a parameter, its gradient is
+``None``, and optimizers skip it, although in eager mode they would decay it.
 """
 
 from __future__ import annotations
@@ -51,24 +52,32 @@ def _effects(bsym: BoundSymbol) -> Effects:
     return Effects(aliases=aliases)
 
 
-def register_value(name: str, gradient: Callable[[TensorProxy, TensorProxy], TensorProxy]) -> Symbol:
+def register_value(
+    name: str, gradient: Callable[[TensorProxy, TensorProxy], TensorProxy], *, passes_on: bool = False
+) -> Symbol:
     """Register a symbol of an old and a new tensor, which returns the new one with a gradient for the old one.
 
     Args:
         gradient: takes the old tensor and the gradient of the result.
+        passes_on: whether the new tensor gets the gradient of the result as well.
     """
     symbol = register(name, lambda old, new: new, _effects, lambda old, new: TensorProxy(like=new))
 
     def differentiate(old: TensorProxy, new: TensorProxy) -> TensorProxy:
         out: TensorProxy = symbol(old, new)
-        put_grad(old, gradient(old, get_grad(out)))
+        grad = get_grad(out)
+        put_grad(old, gradient(old, grad))
+        if passes_on:
+            put_grad(new, grad)
         return out
 
     executor.register_implementation(symbol, symbol, grad_transform=differentiate)
     return symbol
 
 
-fsdp_zero_gradient = register_value("fsdp_zero_gradient", lambda old, grad: ltorch.zeros_like(grad, dtype=old.dtype))
+fsdp_zero_gradient = register_value(
+    "fsdp_zero_gradient", lambda old, grad: ltorch.zeros_like(grad, dtype=old.dtype), passes_on=True
+)
 
 
 def connect_constants(trace: TraceCtx) -> TraceCtx:
@@ -97,7 +106,7 @@ def connect_constants(trace: TraceCtx) -> TraceCtx:
             if bsym.sym.name not in PIECEWISE_CONSTANT:
                 continue
             read = {arg.name: arg for arg in bsym.flat_proxy_args if arg.name in needing}
-            connected = _connected([bsym], read)
+            connected = set(read) if _is_constant(bsym) else _connected([bsym], read)
             for result in defined_by(bsym):
                 if result.name in needing and result.name not in connected:
                     with recording(new, bsym) as added:
@@ -109,6 +118,13 @@ def connect_constants(trace: TraceCtx) -> TraceCtx:
                     if out.name in swaps or constant.sym.id in _CONSTANT:
                         out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return new
+
+
+def _is_constant(bsym: BoundSymbol) -> bool:
+    """Return whether a quotient is rounded or an exponent is zero: torch's gradients are zeros, even at zero."""
+    if bsym.sym.name == "div":
+        return bsym.kwargs.get("rounding_mode") is not None
+    return bsym.sym.name == "pow" and type(bsym.args[1]) in (int, float) and bsym.args[1] == 0
 
 
 def _connect(result: TensorProxy, operand: TensorProxy) -> TensorProxy:
