@@ -229,8 +229,9 @@ def clamp(input: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor
 
 def max_along(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     indices = torch.argmax(input, dim, keepdim=True)
-    values = torch.gather(input, dim, indices)
-    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
+    # `gather` and `squeeze` compare sizes, so symbolic sizes would be compiled one by one.
+    values = torch.take_along_dim(input, indices, dim)
+    return (values, indices) if keepdim else (values.select(dim, 0), indices.select(dim, 0))
 
 
 def max_pool1d(
