@@ -339,6 +339,13 @@ def test_an_ignored_parameter_may_be_written(name: str) -> None:
         torch.testing.assert_close(both.model.get_parameter("part.other.weight"), both.module.part.other.weight)
 
 
+def test_an_ignored_parameter_has_a_gradient() -> None:
+    both = _beside(
+        (lambda part, x: part.other(part.linear(x)), _through), init=Init(ignored_params=["part.other.weight"])
+    )
+    both.check(X)
+
+
 def test_an_ignored_parameter_keeps_its_memory() -> None:
     def part(part: Any, x: torch.Tensor) -> torch.Tensor:
         _assign(part.other.weight)

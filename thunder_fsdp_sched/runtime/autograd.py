@@ -218,14 +218,16 @@ def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: 
     total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, and one of them gets the gradient
     for leaf, bits in zip(leaves, reached, strict=True):
         total[id(leaf)] |= bits
+    for state in (state for state in saved_objects(compiled) if getattr(state, "name", "") in by_leaves):
+        for bits, params in zip(by_leaves[state.name], state.used, strict=True):
+            for param in params:
+                total[param] |= bits
     inputs = [
         (id(leaf) if hasattr(leaf, "rows") else None, bits if leaf is None else total[id(leaf)])
         for leaf, bits in zip(leaves, reached, strict=True)
     ]
     running = compiled.metadata[_UNUSED] = RunningBackward()
-    states = [state for state in saved_objects(compiled) if getattr(state, "name", "") in by_leaves]
-    of_leaves = [pair for state in states for pair in zip(by_leaves[state.name], state.used, strict=True)]
-    first.register_prehook(partial(_see_given, running, inputs, of_leaves))
+    first.register_prehook(partial(_see_given, running, inputs))
     compiled.register_hook(partial(_drop_unused, running, inputs))
 
 
@@ -233,17 +235,9 @@ _Inputs = Sequence[tuple[int | None, int]]
 """For each input, its identity if it is a sharded parameter, and the outputs that it reaches."""
 
 
-def _see_given(
-    running: RunningBackward,
-    inputs: _Inputs,
-    of_leaves: Sequence[tuple[int, frozenset[int]]],
-    grads: Sequence[torch.Tensor | None],
-) -> None:
+def _see_given(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None]) -> None:
     running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
-    used = {param for bits, params in of_leaves if bits & running.given for param in params}
-    running.unused = frozenset(
-        param for param, bits in inputs if param is not None and not bits & running.given and param not in used
-    )
+    running.unused = frozenset(param for param, bits in inputs if param is not None and not bits & running.given)
 
 
 def _drop_unused(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:
