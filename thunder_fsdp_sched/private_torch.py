@@ -267,13 +267,13 @@ def run_backward(edges: tuple[Any, ...], gradients: tuple[torch.Tensor, ...], ke
     )
 
 
-def storage_uses(storage: int) -> int:
-    """Return how many tensors and other objects own a storage.
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether other tensors have the memory of this one."""
+    return _owners(tensor) > _owners(torch.empty(0))
 
-    Args:
-        storage: its address (``_cdata``). An object of Python for it would count.
-    """
-    return torch._C._storage_Use_Count(storage)
+
+def _owners(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def leaf_nodes(node: Any) -> list[tuple[Any, Any]]:

@@ -78,6 +78,35 @@ def test_an_operator_may_read_a_sparse_tensor() -> None:
     both.check(torch.randn(3, SIZE, dtype=torch.float64), torch.diag(torch.tensor([2.0, 3.0]).double()).to_sparse())
 
 
+class _Exchanged(torch.autograd.Function):
+    """Returns what it has read as gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.shift = shift
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return ctx.shift, ctx.saved_tensors[0], None
+
+
+def test_gradients_of_inputs_have_memory_of_their_own() -> None:
+    """Autograd adds the gradients of later backwards to them in place."""
+    part = Calling(lambda self, x, y: _Exchanged.apply(x, y, self.shift.expand_as(x)))
+    part.register_buffer("shift", torch.ones(SIZE))
+    whole = Calling(lambda self, x, y: self.head(self.part(x, y)), part=part, **layers("head"))
+    both = Beside(whole.double(), leaf_modules=("part",))
+    inputs = [[torch.full((2, SIZE), value).double().requires_grad_() for value in (2.0, 3.0)] for _ in both.both]
+    for _ in range(3):
+        for net, (x, y) in zip(both.both, inputs, strict=True):
+            net(x, y).sum().backward()
+    torch.testing.assert_close(*inputs)
+    torch.testing.assert_close(*([x.grad, y.grad] for x, y in inputs))
+    torch.testing.assert_close(both.model.get_buffer("part.shift"), both.module.part.shift)
+
+
 def test_a_trace_that_fails_leaves_no_hooks() -> None:
     both = Beside(nn.Sequential(Calling(hook_once, is_hooked=False, **layers("linear"))).double())
     for seed in range(3):

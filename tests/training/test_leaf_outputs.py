@@ -17,6 +17,7 @@ from coded import coded, says
 from models import Calling
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -80,6 +81,11 @@ def _shift(part: Any, x: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
     return part.linear(x) + shift
 
 
+def _checkpointed(part: Any, x: torch.Tensor) -> torch.Tensor:
+    bias = part.linear.bias + part.other.bias
+    return part.other(checkpoint(lambda x: torch.tanh(part.linear(x)) * bias, x, use_reentrant=True)) + bias
+
+
 RIGHT: dict[str, Case] = {
     "an index besides": (
         lambda part, x: (part.linear(x), x.argmax(-1)),
@@ -101,6 +107,10 @@ RIGHT: dict[str, Case] = {
     "data of a buffer": (_counting_data, lambda model, x: model.last(model.part(x))),
     "a sparse buffer": (
         lambda part, x: part.other(torch.sparse.mm(part.mask, part.linear(x).t()).t()) @ part.mask.to_dense(),
+        lambda model, x: model.last(model.part(x)),
+    ),
+    "a reentrant checkpoint of what parameters have computed": (
+        _checkpointed,
         lambda model, x: model.last(model.part(x)),
     ),
     "calls that differ": (
@@ -158,9 +168,26 @@ def _through(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.part(x)
 
 
-def _keep(part: Any, x: torch.Tensor) -> torch.Tensor:
-    part.kept = [part.linear.weight]
+def _keep(part: Any, x: torch.Tensor, get: Callable[[torch.Tensor], Any] = lambda weight: weight) -> torch.Tensor:
+    part.kept = [get(part.linear.weight)]
     return part.linear(x)
+
+
+class _Reversible(torch.autograd.Function):
+    """Reads parameters in a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+        ctx.linear = linear
+        ctx.save_for_backward(x)
+        return linear(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.linear(x), grad)
+        return x.grad, None
 
 
 @torch.no_grad()
@@ -267,6 +294,16 @@ ERRORS: dict[type[Exception], dict[str, tuple[Any, Any, coded | says]]] = {
             coded("leaf.hook-of-parameter-in-forward", "linear.weight"),
         ),
         "keeps a parameter": (_keep, _through, coded("leaf.parameter-kept", "'part' (Part)", "'linear.weight'")),
+        "keeps the storage of a parameter": (
+            lambda part, x: _keep(part, x, torch.Tensor.untyped_storage),
+            _through,
+            coded("leaf.parameter-kept", "'part' (Part)", "'linear.weight'"),
+        ),
+        "a gradient without a path": (
+            lambda part, x: _Reversible.apply(x, part.linear),
+            _through,
+            coded("leaf.gradient-without-path", "'part' (Part)", "'linear.weight'"),
+        ),
         "a sparse gradient": (
             lambda part, x: F.embedding((x > 0).long(), part.linear.weight, sparse=True),
             _through,
@@ -297,6 +334,13 @@ PATTERNS: dict[str, tuple[Any, type[Exception], coded]] = {
 def test_what_would_be_wrong_is_an_error(kind: type[Exception], part: Any, whole: Any, expected: coded | says) -> None:
     with pytest.raises(kind, check=expected):
         _beside((part, whole)).model(X).sum().backward()
+
+
+def test_a_parameter_that_is_kept_is_an_error_in_each_call() -> None:
+    model = _beside((_keep, _through)).model
+    for _ in range(3):  # each call replaces what the one before has kept
+        with pytest.raises(RuntimeError, check=coded("leaf.parameter-kept", "linear.weight")):
+            model(X)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

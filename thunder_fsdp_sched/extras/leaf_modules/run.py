@@ -10,8 +10,10 @@ Between the two, the slots of the parameters hold other buckets. So the graph mu
 - Where autograd saves a view of a parameter, ``saved_tensors_hooks`` save only its position there. Backward finds it again
   in the parameters that it has gathered.
 - Autograd knows parameters as results of a function of a *stand-in* without memory. That function gets their gradients.
-- Each parameter has a storage of its own. If more tensors own it after forward than before, something keeps it: an
+- Each parameter gets a storage of its own for one run. If it still exists after forward, something else keeps it: an
   attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
+  (The number of a lasting storage's owners would not tell: the storage as an object of Python is one owner in any case, and
+  a module may replace what it has kept in an earlier call that failed.)
 
 A write to a parameter would be lost with the slot. The parameter's version shows it: writes through ``.data`` change the
 version, too (:class:`_GivenParameter`), and parameters have one in inference mode as well.
@@ -25,8 +27,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...private_torch import hooks_of, keeps_graph, run_backward, storage_uses
+from ...private_torch import hooks_of, is_shared, keeps_graph, run_backward
 from ...runtime.memory import with_own_storage
 from .leaf import Leaf
 
@@ -46,7 +49,7 @@ class _Bind(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         if ctx.packing.gradients is None:
             ctx.packing.fail_outside()
-        ctx.packing.gradients[:] = grads
+        ctx.packing.add(grads)  # again in each backward that a node of the graph runs, such as a reentrant checkpoint's
         return None, None, None
 
 
@@ -87,7 +90,8 @@ class _Packing:
     Attributes:
         numbers: the numbers of parameters, by the addresses of their storages; empty once forward has run.
         memory: the parameters, during forward and backward.
-        gradients: of the inputs and parameters that need one; ``None`` except while :func:`backward` runs.
+        gradients: those found so far, of the inputs and parameters that need one; ``None`` except while :func:`backward`
+            runs.
     """
 
     def __init__(self, leaf: Leaf, numbers: dict[int, int]) -> None:
@@ -98,6 +102,12 @@ class _Packing:
     def fail_outside(self) -> NoReturn:
         """Raise the error for gradients that would be lost."""
         self.leaf.fail("leaf.gradients-outside-backward")
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add to the gradients of the inputs and parameters that need one."""
+        assert self.gradients is not None
+        for number, (former, grad) in enumerate(zip(self.gradients, grads, strict=True)):
+            self.gradients[number] = former if grad is None else grad if former is None else former + grad
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
@@ -129,20 +139,16 @@ class LeafState:
     Attributes:
         name: the name of the leaf in the computation.
         edges: the outputs' edges in autograd's graph; ``None`` once a backward has run that does not keep the graph.
-        used: for each output, the identities of the sharded parameters that it depends on; see [Note: Outputs without
-            gradient] in ``runtime.unused_outputs``.
+        used: for each output, the identities of the parameters that it depends on; see [Note: Outputs without gradient] in
+            ``runtime.unused_outputs``.
+        connected: the numbers of the inputs and, after them, of the parameters that an output depends on.
     """
 
     def __init__(self, leaf: Leaf, packing: _Packing) -> None:
         self.name, self.packing = leaf.traced_name, packing
         self.edges: list[Any] | None = []
         self.used: list[frozenset[int]] = []
-
-
-def _with_own_version(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter with a version and a storage of its own: ``parameter`` itself, if it has both."""
-    is_alone = parameter.untyped_storage().nbytes() == parameter.nbytes
-    return parameter if is_alone and not parameter.is_inference() else with_own_storage(parameter)
+        self.connected: set[int] = set()
 
 
 def _of_type(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
@@ -159,13 +165,10 @@ class _LeafCall:
         self.given = tensors[:count]
         self.versions = [None if t.is_inference() else t._version for t in self.given]
         with torch.inference_mode(False):
-            self.owners = list(map(_with_own_version, tensors[count:]))
-            storages = [owner.untyped_storage() for owner in self.owners]  # `storage_uses` would count these objects
-            self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
-            self.storages = [storage._cdata for storage in storages]
-            del storages
-            self.uses = list(map(storage_uses, self.storages))
-            self.parameters = [_of_type(_GivenParameter, owner.detach()) for owner in self.owners]
+            self.parameters = [_of_type(_GivenParameter, with_own_storage(t)) for t in tensors[count:]]
+        storages = [parameter.untyped_storage() for parameter in self.parameters]
+        self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
+        self.alive = list(map(StorageWeakRef, storages))
         self.first_version = [p._version for p in self.parameters]
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -180,8 +183,8 @@ class _LeafCall:
 
     def check_memory(self, parameters: Sequence[torch.Tensor]) -> None:
         """Check that no parameter has other memory than before (``weight.data = other``), which would be lost."""
-        for number, (parameter, own) in enumerate(zip(parameters, self.storages, strict=True)):
-            if parameter.untyped_storage()._cdata != own:
+        for number, (parameter, own) in enumerate(zip(parameters, self.alive, strict=True)):
+            if StorageWeakRef(parameter.untyped_storage()) != own:
                 if number in self.leaf.sharded:
                     self.leaf.fail("leaf.parameter-changed-in-place", name=self.leaf.name_of(number))
                 self.leaf.fail("leaf.ignored-parameter-replaced", name=self.leaf.name_of(number))
@@ -199,9 +202,9 @@ class _LeafCall:
 
     def check_freed(self) -> None:
         """Check that nothing keeps the memory of a parameter."""
-        if list(map(storage_uses, self.storages)) != self.uses:
+        if not all(each.expired() for each in self.alive):
             gc.collect()
-            kept = [i for i, uses in enumerate(map(storage_uses, self.storages)) if uses != self.uses[i]]
+            kept = [i for i, each in enumerate(self.alive) if not each.expired()]
             if kept:
                 self.leaf.fail("leaf.parameter-kept", name=self.leaf.name_of(kept[0]))
 
@@ -247,8 +250,9 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
     del results, given
     shards = {index: id(owner._parameters[key]) for owner, key, index in leaf.entries}
     for edge in state.edges:
-        used = [numbers[i] - count for i in _used(edge, binding, len(numbers))]
-        state.used.append(frozenset(shards[index] for index in used if index >= 0))
+        connected = {numbers[i] for i in _used(edge, binding, len(numbers))}
+        state.connected |= connected
+        state.used.append(frozenset(shards[number - count] for number in connected if number >= count))
     del binding
     if hooked:
         leaf.fail("leaf.hook-of-parameter-in-forward", name=leaf.name_of(hooked[0]))
@@ -286,7 +290,7 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
     if state.edges is None:
         leaf.fail("leaf.second-backward")
     keeps = keeps_graph()
-    count = len(leaf.parameters)
+    count, inputs = len(leaf.parameters), len(leaf.inputs)
     state.packing.memory = list(tensors[:count])
     parameters = [tensor.detach() for tensor in state.packing.memory]
     cotangents = iter(tensors[count:])
@@ -296,11 +300,11 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
         if known.differentiable
     ]
     pairs = [(edge, cotangent) for edge, cotangent in pairs if edge is not None]
-    for parameter, is_needed in zip(parameters, leaf.needs[len(leaf.inputs) :], strict=True):
+    for parameter, is_needed in zip(parameters, leaf.needs[inputs:], strict=True):
         parameter.requires_grad_(is_needed)
         parameter._is_param = True
-    needed = [known for known, is_needed in zip((*leaf.inputs, *leaf.parameters), leaf.needs, strict=True) if is_needed]
-    grads: list[torch.Tensor | None] = [None] * len(needed)
+    numbers = [number for number, is_needed in enumerate(leaf.needs) if is_needed]
+    grads: list[torch.Tensor | None] = [None] * len(numbers)
     state.packing.gradients = grads
     try:
         if pairs:
@@ -309,22 +313,27 @@ def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torc
             with leaf.bound(parameters):
                 edges, gradients = zip(*pairs, strict=True)
                 run_backward(edges, gradients, keeps)
+            state.packing.add([parameters[i - inputs].grad if i >= inputs else None for i in numbers])
     finally:
         state.packing.memory, state.packing.gradients = [], None
         if not keeps:
             state.edges = None
-    first = len(needed) - sum(parameter.requires_grad for parameter in parameters)
-    for number, parameter in enumerate((p for p in parameters if p.requires_grad), first):
-        if (again := parameter.grad) is not None:
-            grads[number] = again if (grad := grads[number]) is None else grad + again
+    for number, grad in zip(numbers, grads, strict=True):
+        if grad is not None and number >= inputs and number not in state.connected:
+            leaf.fail("leaf.gradient-without-path", name=leaf.name_of(number - inputs))
     if any(grad is not None and grad.layout is not torch.strided for grad in grads):
         leaf.fail("leaf.sparse-gradient")
-    known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
-    return tuple(
-        torch.zeros((), dtype=of.dtype, device=of.device).expand(of.shape)
-        if grad is None
-        else grad.clone()  # such as a view of a parameter, which would be lost with its slot
-        if grad.numel() and grad.untyped_storage().data_ptr() in known
-        else grad
-        for grad, of in zip(grads, needed, strict=True)
-    )
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+    own = []
+    for number, grad in zip(numbers, grads, strict=True):
+        if grad is None:
+            known = (*leaf.inputs, *leaf.parameters)[number]
+            grad = torch.zeros((), dtype=known.dtype, device=known.device).expand(known.shape)
+        elif grad.numel():
+            # A view of a parameter, for example, would be lost with its slot.
+            is_lent = grad.untyped_storage().data_ptr() in given
+            # Autograd may get it from the trace, and add later gradients to it in place.
+            is_lent |= number - inputs not in leaf.sharded and is_shared(grad)
+            grad = grad.clone() if is_lent else grad
+        own.append(grad)
+    return tuple(own)
