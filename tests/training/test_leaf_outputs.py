@@ -400,6 +400,13 @@ def test_an_ignored_parameter_keeps_its_memory() -> None:
         both.model(X)
 
 
+def test_a_leaf_trains_after_a_first_call_in_inference_mode() -> None:
+    both = _beside((lambda part, x: part.other(part.linear(x)), lambda model, x: model.last(model.part(x))))
+    with torch.inference_mode():
+        both.check(X)
+    both.check(X)
+
+
 def test_a_module_that_writes_a_parameter_does_not_become_a_leaf() -> None:
     case = lambda part, x: part.linear(x) + WRITES["through data"](part.linear.weight).sum(), _through
     with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "data")) as raised:

@@ -113,6 +113,7 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         if is_fake:
             stack.enter_context(mode)
         stack.enter_context(_WithoutCommunication(leaf))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         inputs = [
             (examples[i].detach().to(_real_device(m.device), m.dtype, copy=True) if i in examples else make(m))
