@@ -30,6 +30,7 @@ class Part(Calling):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function, linear=nn.Linear(SIZE, SIZE), other=nn.Linear(SIZE, SIZE), scale=1.0, aux=None)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("shift", torch.ones(SIZE))
         self.register_buffer("mask", torch.eye(SIZE).to_sparse(), persistent=False)
 
 
@@ -108,6 +109,10 @@ RIGHT: dict[str, Case] = {
     "a sparse buffer": (
         lambda part, x: part.other(torch.sparse.mm(part.mask, part.linear(x).t()).t()) @ part.mask.to_dense(),
         lambda model, x: model.last(model.part(x)),
+    ),
+    "a returned buffer besides one that is written later": (
+        lambda part, x: (part.linear(x), part.mask.to_dense(), part.shift),
+        lambda model, x: (lambda y, _, shift: (model.part.calls.add_(1), model.last(y) + shift)[1])(*model.part(x)),
     ),
     "a reentrant checkpoint of what parameters have computed": (
         _checkpointed,

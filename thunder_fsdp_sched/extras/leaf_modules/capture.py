@@ -295,11 +295,11 @@ def error_of_traced_read(leaves: Leaves, source: WrappedValue, name: WrappedValu
 
 
 def error_of_shared_write(leaves: Leaves) -> NotImplementedError | None:
-    """Return the error if traced code has written in place to a buffer that a leaf may have returned."""
+    """Return the error if traced code has written in place to a buffer that a leaf has returned."""
     for path in (path for path in _written() if path[0] == FUNCTION):
         buffer = value_at({FUNCTION: leaves.model}, path)
-        for leaf in (leaf for calls in leaves.calls.values() for leaf in calls.values() if leaf.sharing):
-            if memory_of(buffer) in map(memory_of, state_of(leaf)):
+        for leaf in (leaf for calls in leaves.calls.values() for leaf in calls.values() if leaf.returned):
+            if any(name in leaf.returned and memory_of(tensor) == memory_of(buffer) for name, tensor in state_of(leaf)):
                 return refusal(
                     f"forward changes {path[-1][1]!r} of the leaf module {leaf.path!r}, which may have returned its memory",
                     "Return a clone of it from the module",

@@ -65,7 +65,7 @@ class NamedParameter(NamedTuple):
 
 
 _OBSERVED = (
-    *("outputs", "results", "flops", "sharing", "writes", "kept"),
+    *("outputs", "results", "flops", "sharing", "returned", "writes", "kept"),
     *("saved_bytes", "forward_bytes", "backward_bytes", "recomputing_bytes"),
 )
 """The attributes of a leaf that are observed in a run on other values."""
@@ -92,6 +92,7 @@ class Leaf:
         recomputes: whether backward runs its forward again, so that autograd saves only its inputs.
         sharing: the numbers of outputs that share memory with an input, an attribute or another output, as observed
             once. The trace gets copies of those that share memory with inputs.
+        returned: the paths of buffers and other attributes of the leaf that share memory with an output, as observed once.
         writes: the attributes that it changed when it was observed, each with the path of its module in the leaf.
         communicates: whether it may communicate: a function of the user gives its outputs, and no run was observed.
         kept: the numbers of the inputs, and then of the outputs, that autograd keeps for backward, as observed once.
@@ -108,6 +109,7 @@ class Leaf:
     names: set[str]
     recomputes = communicates = False
     sharing: frozenset[int] = frozenset()
+    returned: frozenset[str] = frozenset()
     writes: frozenset[tuple[str, str]] = frozenset()
     saved_bytes = forward_bytes = backward_bytes = recomputing_bytes = 0
     flops: Mapping[torch.dtype, int] = MappingProxyType({})

@@ -149,7 +149,9 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
                 raise coded_error(LeafError, "leaf.parameter-changed-in-place", title=leaf.title, name=name)
         _note(leaf, result, reads_data=not is_fake)
         outputs_memory = [memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-        outside = inputs_memory.union(map(memory_of, state_of(leaf)))
+        state = {path: memory_of(tensor) for path, tensor in state_of(leaf)}
+        leaf.returned = frozenset(path for path, memory in state.items() if memory in outputs_memory)
+        outside = inputs_memory.union(state.values())
         leaf.sharing = frozenset(
             n for n, memory in enumerate(outputs_memory) if memory in outside or outputs_memory.count(memory) > 1
         )
@@ -169,11 +171,11 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
         leaf.recomputing_bytes = max(forward_peak, leaf.backward_bytes + sum(saved.values()))
 
 
-def state_of(leaf: Leaf) -> Iterator[torch.Tensor]:
-    """Yield the buffers of a leaf, and the tensors among its other attributes."""
+def state_of(leaf: Leaf) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a leaf, and the tensors among its other attributes, each with its path in the leaf."""
     for module in leaf.modules:
-        yield from module.buffers()
-        yield from (tensor for _, tensor in tensors_in_containers(module))
+        yield from module.named_buffers(remove_duplicate=False)
+        yield from tensors_in_containers(module)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
