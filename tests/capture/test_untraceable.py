@@ -331,6 +331,10 @@ class _Doubled(list[float]):
         return (value * 2 for value in list.__iter__(self))
 
 
+class _Reversed(list):
+    __iter__ = list.__reversed__
+
+
 def _leaves_generator(y: torch.Tensor) -> torch.Tensor:
     ended: list[float] = []
 
@@ -370,6 +374,7 @@ def _writes_a_view(y: torch.Tensor) -> torch.Tensor:
 TOKENS, WEIGHT = torch.zeros(2, 2, dtype=torch.long), torch.ones(3, 2)
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "own look-up": (lambda y: y * _Tripling().scale, r"'scale' of a _Tripling.*Define a property"),
+    "iterator of another method": (lambda y: y * max(*_Reversed([2.0, 3.0])), r"a _Reversed.*own __iter__.*plain list"),
     "own iterator": (lambda y: y * max(*_Doubled([2.0, 3.0])), r"a _Doubled.*own __iter__.*plain list"),
     "requires_grad of a written tensor": (_writes_a_view, r"asks for requires_grad.*torch\.is_grad_enabled"),
     "left generator": (_leaves_generator, r"leaves a generator in a try.*call close\(\)"),

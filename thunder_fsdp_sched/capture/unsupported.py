@@ -151,7 +151,7 @@ def _own_lookup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplemente
 
 def own_iterator(value: Any) -> NotImplementedError | None:
     """Return the error for a list or tuple whose class has its own ``__iter__``: Thunder iterates over what it stores."""
-    if not (isinstance(value, list | tuple) and isinstance(type(value).__iter__, FunctionType)):
+    if not isinstance(value, list | tuple) or type(value).__iter__ in (list.__iter__, tuple.__iter__):
         return None
     return refusal(
         f"forward uses a {type(value).__name__}, a list or tuple whose own __iter__ Thunder does not call",
