@@ -229,9 +229,8 @@ def clamp(input: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor
 
 def max_along(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     indices = torch.argmax(input, dim, keepdim=True)
-    # `gather` and `squeeze` compare sizes, so symbolic sizes would be compiled one by one.
-    values = torch.take_along_dim(input, indices, dim)
-    return (values, indices) if keepdim else (values.select(dim, 0), indices.select(dim, 0))
+    values = torch.gather(input, dim, indices)
+    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
 
 
 def max_pool1d(
