@@ -19,11 +19,13 @@ from thunder.core.interpreter import (
     WrappedValue,
     _interpret_call,
     get_interpreterruntimectx,
+    interpreter_needs_wrap,
     make_generator,
 )
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
     _infer_name_postfix_from_provenance,
+    record_source_loc_in_symbol_header,
     register_general_jit_lookaside,
 )
 from thunder.core.proxies import Proxy, variableify
@@ -32,6 +34,14 @@ from thunder.core.proxies import Proxy, variableify
 def call_interpreted(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
     return _interpret_call(function, *args, **kwargs)
+
+
+def call_recording(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that records bound symbols, with wrapped arguments; return the wrapped result, or its signal.
+
+    The bound symbols get the line of the program that is interpreted, which errors name.
+    """
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(function))(*args, **kwargs)
 
 
 def is_interpreted_generator(value: Any) -> bool:

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, interpreter_needs_wrap, unwrap
-from thunder.core.jit_ext import record_source_loc_in_symbol_header, recursively_proxy
+from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, unwrap
+from thunder.core.jit_ext import recursively_proxy
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
+
+from ..private_interpreter import call_recording
 
 
 def relu(a: TensorProxy) -> TensorProxy:
@@ -69,7 +71,7 @@ def corrected(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 
 def _call(symbol: Symbol, given: Sequence[WrappedValue], is_in_place: bool, /, *args: Any, **kwargs: Any) -> Any:
     recursively_proxy(*given)
-    result = interpreter_needs_wrap(record_source_loc_in_symbol_header(symbol))(*given)
+    result = call_recording(symbol, *given)
     if not is_in_place or isinstance(result, INTERPRETER_SIGNALS):
         return result
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(ltorch.copy_))(given[0], result)
+    return call_recording(ltorch.copy_, given[0], result)

@@ -10,7 +10,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from thunder.core import dtypes
 from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     WrappedValue,
@@ -28,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..extensions import load
 from ..ir.gradients import WRONG_GRADIENTS, is_wrong_of_complex
-from ..ir.inspection import python_type_of
+from ..ir.inspection import is_inexact, python_type_of
 from ..private_interpreter import call_interpreted
 from .leaves import Leaves
 from .refusals import count_refused, refusal
@@ -52,7 +51,7 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _selecting(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return what to call in place of ``max`` along a dimension, so that equal elements do not share the gradient."""
     dim = unwrap(kwargs.get("dim", args[1] if len(args) > 1 else None))
-    if name != "max" or type(dim) is not int or not (args and _is_inexact(unwrap(args[0])) and unwrap(args[0]).ndim):
+    if name != "max" or type(dim) is not int or not (args and is_inexact(unwrap(args[0])) and unwrap(args[0]).ndim):
         return None
     from .torch_replacements import max_along
 
@@ -163,17 +162,13 @@ def _smooths(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -
     """Return whether a cross entropy, of which some targets may be ignored, smooths labels."""
     given = inspect.signature(torch.nn.functional.cross_entropy).bind(*args, **kwargs).arguments
     smoothing, target = (unwrap(given[name]) if name in given else 0.0 for name in ("label_smoothing", "target"))
-    return smoothing != 0.0 and not _is_inexact(target)
+    return smoothing != 0.0 and not is_inexact(target)
 
 
 def _has_tensor_by_keyword(function: Any, kwargs: Mapping[str, WrappedValue]) -> bool:
     """Return whether Thunder calls torch for the gradient of a function, but cannot with these keyword arguments."""
     symbol = function if isinstance(function, Symbol) else _torch_to_thunder_function_map.get(function)
-    return getattr(symbol, "is_prim", False) and any(_is_inexact(unwrap(value)) for value in kwargs.values())
-
-
-def _is_inexact(value: Any) -> bool:
-    return isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
+    return getattr(symbol, "is_prim", False) and any(is_inexact(unwrap(value)) for value in kwargs.values())
 
 
 def _is_operator(function: Any) -> bool:

@@ -13,13 +13,12 @@ import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core import dtypes
-from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, interpreter_needs_wrap, unwrap, wrap_const
-from thunder.core.jit_ext import record_source_loc_in_symbol_header
+from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, unwrap, wrap_const
 from thunder.core.proxies import TensorProxy
 
 from ..errors import coded_error
-from ..ir.inspection import python_type_of
-from ..private_interpreter import call_interpreted
+from ..ir.inspection import is_inexact, python_type_of
+from ..private_interpreter import call_interpreted, call_recording
 from ..private_thunder import shape_of
 from .corrected_symbols import CORRECTED, corrected
 from .random_replacements import RANDOM
@@ -38,7 +37,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     given = [unwrap(value) for value in (*args, *kwargs.values())]
     if name in ("cross_entropy", "nll_loss") and any(getattr(value, "dtype", None) is dtypes.uint8 for value in given):
         return partial(call_interpreted, with_long_target, wrap_const(function))
-    if name in _WITHOUT_GRADIENT and given and _is_inexact(given[0]):
+    if name in _WITHOUT_GRADIENT and given and is_inexact(given[0]):
         return partial(call_interpreted, _WITHOUT_GRADIENT[name])
     if function is torch.linspace and dtypes.is_float_dtype(
         dtypes.to_dtype(unwrap(kwargs.get("dtype"))) or dtypes.float32
@@ -49,7 +48,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     if (
         (right := _WITH_OTHER_GRADIENT.get(name))
         and given
-        and _is_inexact(given[0])
+        and is_inexact(given[0])
         and unwrap(kwargs.get("out")) is None
     ):
         return partial(call_interpreted, right)
@@ -80,10 +79,6 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     if name == "repeat_interleave" and "output_size" in kwargs:
         return partial(call_interpreted, repeat_interleave)
     return None
-
-
-def _is_inexact(value: Any) -> bool:
-    return isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
 
 
 def _has_parts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -304,7 +299,7 @@ def _in_place(name: str, tensor: WrappedValue, *args: WrappedValue, **kwargs: Wr
     result = call_interpreted(_method, wrap_const(name), tensor, *args, **kwargs)
     if isinstance(result, INTERPRETER_SIGNALS):
         return result
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(ltorch.copy_))(tensor, result)
+    return call_recording(ltorch.copy_, tensor, result)
 
 
 def _method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .inspection import args_of, defined_by, python_type_of
+from .inspection import args_of, defined_by, is_inexact, python_type_of
 
 RETURNING_CONSTANTS = frozenset({
     "detach", "empty_like", "full_like", "multinomial", "new_empty", "new_empty_strided", "new_full", "new_ones",
@@ -67,7 +67,7 @@ def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:
 
 def with_gradient(bsym: BoundSymbol) -> list[str]:
     """Return the names of the results of an operator that pass gradients to its inputs."""
-    tensors = (out for out in defined_by(bsym) if isinstance(out, TensorProxy) and dtypes.is_inexact_dtype(out.dtype))
+    tensors = (out for out in defined_by(bsym) if is_inexact(out))
     return [out.name for out in tensors if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags]
 
 

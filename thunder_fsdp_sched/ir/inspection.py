@@ -10,7 +10,7 @@ from typing import Any
 
 import thunder
 import torch
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
@@ -127,6 +127,11 @@ WAIT_PARAMS = "fsdp_wait_params"
 def python_type_of(value: object) -> type:
     """Return the type of a value, or of the number that a proxy stands for."""
     return value.python_type if isinstance(value, NumberProxy) else type(value)
+
+
+def is_inexact(value: object) -> bool:
+    """Return whether a value is a tensor with a dtype that can have gradients."""
+    return isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
 
 
 def is_statement(bsym: BoundSymbol) -> bool:

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from thunder.core import dtypes
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import NumberProxy, TensorProxy
@@ -17,6 +16,7 @@ from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
 from torch.utils._pytree import tree_map
 
+from ..ir.inspection import is_inexact
 from ..ir.observation import attention_backends, describe, fake_arguments, fake_mode, identity_of, named_arguments
 from ..private_thunder import shape_of, torch_function_of
 from ..private_torch import schema_of
@@ -156,10 +156,8 @@ def call_of(
         passed = [argument for name, argument in given.items() if name == first or name in differentiable]
     leaves, spec = tree_flatten((tuple(given.values()), {}))
     inputs = {leaf.name: leaf for leaf in leaves if isinstance(leaf, TensorProxy)}
-    wanted = {
-        p.name for p in tree_flatten(passed)[0] if isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype)
-    }
-    others = [p for name, p in inputs.items() if name not in wanted and dtypes.is_inexact_dtype(p.dtype)]
+    wanted = {p.name for p in tree_flatten(passed)[0] if is_inexact(p)}
+    others = [p for name, p in inputs.items() if name not in wanted and is_inexact(p)]
     if any(p is not given.get("weight") for p in others):
         return None  # such as a learned mask, for which torch has another kernel, or none
     if any(map(_is_symbolic, leaves)) or (arguments := describe(leaves, {})) is None:

@@ -27,7 +27,7 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import thunder.torch as ltorch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
@@ -40,7 +40,17 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 
 from ..ir.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repeated_regions
 from ..ir.gradients import needing_gradient
-from ..ir.inspection import args_of, defined_by, forward_part, is_recomputed, names, nested, outs_of, return_of
+from ..ir.inspection import (
+    args_of,
+    defined_by,
+    forward_part,
+    is_inexact,
+    is_recomputed,
+    names,
+    nested,
+    outs_of,
+    return_of,
+)
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor, register
 from ..ir.symbols import only_in_between
@@ -191,7 +201,7 @@ def _program(
 ) -> _RegionProgram | None:
     """Return the program of a region; ``None`` if its backward is not a function of the result's gradient alone."""
     single = from_trace(trace)
-    arguments = [requiring_gradient(p) if _is_differentiable(p) else p for p in region.inputs]
+    arguments = [requiring_gradient(p) if is_inexact(p) else p for p in region.inputs]
     returned = return_of(trace).from_bsym(args=({"output": (region.output,), "flat_args": arguments},))
     unpacked = [prims.unpack_trivial.bind(p, name=p.name, output=p) for p in arguments]
     single.bound_symbols = [*unpacked, *bsyms, returned]
@@ -217,10 +227,6 @@ def _program(
     if not all(isinstance(each, TensorProxy) for each in saved.values()):
         return None
     return _RegionProgram(region.inputs, output, forward, tuple(saved.values()), grad, backward, tuple(grads))
-
-
-def _is_differentiable(proxy: Proxy) -> bool:
-    return isinstance(proxy, TensorProxy) and dtypes.is_inexact_dtype(proxy.dtype)
 
 
 def _defines(bsyms: Sequence[BoundSymbol], proxy: Proxy) -> bool:

@@ -18,12 +18,11 @@ from thunder.core.interpreter import (
     PseudoInst,
     WrappedValue,
     do_raise,
-    interpreter_needs_wrap,
     unwrap,
     wrap,
     wrap_const,
 )
-from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, record_source_loc_in_symbol_header
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -38,6 +37,7 @@ from ...errors import coded_error
 from ...ir.inspection import nested
 from ...ir.value_keys import key_of
 from ...private_assignments import modified_members
+from ...private_interpreter import call_recording
 from ...runtime.traced_inputs import value_at
 from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested
 from .observe import LeafError, is_plain, memory_of, observe, run_once, state_of
@@ -60,7 +60,7 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
         kept.extend(wrapped)
         return record_call(leaves, leaves[plain], plain, args, kwargs, [each.value for each in wrapped])
 
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
+    return call_recording(record, *args, **kwargs)
 
 
 def explain_change(leaves: Leaves, changed: Path) -> Any:

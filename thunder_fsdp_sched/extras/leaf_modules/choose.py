@@ -23,10 +23,9 @@ from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     WrappedValue,
     get_interpreterruntimectx,
-    interpreter_needs_wrap,
     unwrap,
 )
-from thunder.core.jit_ext import get_jit_ctx, record_source_loc_in_symbol_header
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.torch import _torch_to_thunder_function_map
@@ -37,6 +36,7 @@ from ...capture.torch_functions import name_of
 from ...errors import coded_error
 from ...ir.bound_symbols import ModuleCall
 from ...ir.symbols import LEAF
+from ...private_interpreter import call_recording
 from .capture import examples_of, proxy_contents, record_call
 from .observe import run_once
 
@@ -210,7 +210,7 @@ def _call(
     def record(*args: Any, **kwargs: Any) -> Any:
         return record_call(leaves, name, function, args, kwargs, [])
 
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
+    return call_recording(record, *args, **kwargs)
 
 
 def _torch_function_of(function: Any) -> Callable[..., Any] | None:
